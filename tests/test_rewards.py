@@ -1,0 +1,318 @@
+"""Rewards by name: what a recipe may say, what is refused before training, and how a reward is called."""
+
+import asyncio
+import functools
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from janus_trl.rewards import (
+    check_reward_rows,
+    check_reward_specs,
+    completion_text,
+    get_reward_funcs,
+    parse_reward_specs,
+    wrap_reward,
+)
+
+CALL = dict(prompts=["p", "q"], completions=["a", "bbb"], completion_ids=[[1], [2]], trainer_state=None, log_extra=None)
+
+MODULE = """
+import functools
+
+NOT_A_FUNCTION = 3
+
+def length(completions, scale: float = 1.0, **columns):
+    return [scale * len(text) for text in completions]
+
+def only_completions(completions):
+    return [float(len(text)) for text in completions]
+
+def wants_solution(images, solution, completions):
+    return [0.0 for _ in completions]
+
+def brightness(generated_images):
+    return [0.5 for _ in generated_images]
+
+def positional(completions, /):
+    return []
+
+class Bonus:
+    def __init__(self, value: float, times: int = 1):
+        self.value = value * times
+
+    def __call__(self, completions, **columns):
+        return [self.value for _ in completions]
+
+twice = functools.partial(length, scale=2.0)
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    """A module `my_rewards` in the working folder, which is not on the import path."""
+    (tmp_path / "my_rewards.py").write_text(MODULE)
+    (tmp_path / "needs_missing.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    yield "my_rewards"
+    sys.modules.pop("my_rewards", None)
+
+
+# ------------------------------------------------------------------------------------------------------ what is named
+
+
+def test_one_entry_is_taken_as_a_list_of_one():
+    for specs in ("format", ["format"], {"name": "format"}, [{"name": "format", "weight": 1}], '{"name": "format"}'):
+        rewards = get_reward_funcs(specs)
+        assert (rewards.names, rewards.weights) == (["format"], [1.0])
+
+
+def test_numbers_left_as_text_by_yaml_become_numbers():
+    spec = parse_reward_specs({"name": "x", "weight": "1e-1"})[0]
+    assert spec.weight == 0.1 and isinstance(spec.weight, float)
+    reward = get_reward_funcs({"name": "format", "args": {"max_length": "2e1"}}).funcs[0]
+    texts = ["<answer>x</answer>", "<answer>" + "x" * 20 + "</answer>"]
+    assert reward(prompts=["", ""], completions=texts) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([], "reward_funcs is empty"),
+        (None, "reward_funcs is empty"),
+        ("pickscor", r"unknown reward 'pickscor'; valid: format, .*pickscore.*; did you mean 'pickscore'\?"),
+        ("", "is not a reward"),
+        (3, "3 is not a reward"),
+        ([3], "3 is not a reward"),
+        ({"nam": "format"}, r"unknown key 'nam'.*valid: args, name, weight; did you mean 'name'\?"),
+        ({"weight": 1.0}, "has no 'name'"),
+        ("{name: x}", "not valid JSON"),
+        ({"name": "format", "weight": "much"}, "weight of 'format' is 'much'; it must be of type float"),
+        ({"name": "format", "weight": True}, "weight of 'format' is True"),
+        ({"name": "format", "weight": float("nan")}, "weight of 'format' is nan"),
+        ({"name": "format", "args": ["tag"]}, "must be a mapping"),
+        (
+            {"name": "format", "args": {"tga": "x"}},
+            r"unknown argument 'tga'; valid: max_length, tag; did you mean 'tag'",
+        ),
+        ({"name": "format", "args": {"tag": 3}}, "argument 'tag' is 3; it must be of type str"),
+        ({"name": "format", "args": {"max_length": "long"}}, "argument 'max_length' is 'long'"),
+        ({"name": "format", "args": {"max_length": 2.5}}, "argument 'max_length' is 2.5; it must be of type int"),
+        ({"name": "format", "args": {"max_length": 0}}, "max_length is 0; it must be at least 1"),
+        ({"name": "format", "args": {"tag": "<answer>"}}, "without brackets"),
+        ({"name": "pickscore", "args": {"raw": "perhaps"}}, "argument 'raw' is 'perhaps'; it must be of type bool"),
+        ({"name": "pickscore", "args": {"dtype": "float8"}}, "argument 'dtype' is 'float8'; valid: bfloat16, float16"),
+        ({"name": "multiple_choice", "args": {"tag": "x"}}, "unknown argument 'tag'"),
+        ("no_such_pkg.mod.fn", "there is no module 'no_such_pkg'"),
+        ("janus_trl.rewards.format:FormatRewrad", r"has no 'FormatRewrad'; valid: .*did you mean 'FormatReward'\?"),
+        ("janus_trl.rewards.multiple_choice:LETTERS", "must be a function"),
+    ],
+)
+def test_what_is_wrong_with_a_name_or_argument_is_said_in_one_line(specs, message):
+    with pytest.raises(ValueError, match=message) as error:
+        check_reward_specs(specs)
+    assert "\n" not in str(error.value)
+
+
+def test_own_functions_are_found_in_the_working_folder(user_module):
+    specs = [
+        "my_rewards:length",
+        "my_rewards.only_completions",
+        {"name": "my_rewards:length", "args": {"scale": "1e1"}, "weight": 0.5},
+        {"name": "my_rewards:Bonus", "args": {"value": 0.25, "times": "2"}},
+        "my_rewards:twice",
+    ]
+    rewards = get_reward_funcs(specs, task="t2i", columns=["prompt"])
+    assert rewards.names == ["length", "only_completions", "length_2", "Bonus", "length_3"]
+    assert rewards.weights == [1.0, 1.0, 0.5, 1.0, 1.0]
+    assert [fn(**CALL) for fn in rewards.funcs] == [[1.0, 3.0], [1.0, 3.0], [10.0, 30.0], [0.5, 0.5], [2.0, 6.0]]
+
+
+def test_functions_partials_and_lambdas_get_readable_and_different_names():
+    def bright(completions, factor=1.0):
+        return [factor] * len(completions)
+
+    rewards = get_reward_funcs([bright, functools.partial(bright, factor=2.0), lambda completions: [0, 1]])
+    assert rewards.names == ["bright", "bright_2", "lambda"]
+    assert [fn(**CALL) for fn in rewards.funcs] == [[1.0, 1.0], [2.0, 2.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "task", "columns", "message"),
+    [
+        ("my_rewards:wants_solution", "i2t", ["prompt", "images", "solutions"],
+         r"needs the column 'solution'.*valid: images, prompt, solutions; did you mean 'solutions'\?"),
+        ("my_rewards:brightness", "i2t", ["prompt"], "does not fit task 'i2t': it needs generated_images"),
+        ("my_rewards:positional", None, None, "positional-only"),
+        ("my_rewards:NOT_A_FUNCTION", None, None, "must be a function"),
+        ("my_rewards:lenght", None, None, r"did you mean 'length'\?"),
+        ("my_rewards:Bonus", None, None, "missing argument 'value'"),
+        ("my_rewardz:length", None, None, "there is no module 'my_rewardz'"),
+        ({"name": "my_rewards:length", "args": {"scale": "big"}}, None, None, "argument 'scale' is 'big'"),
+        ({"name": "my_rewards:length", "args": {"alpha": 1}}, None, None, "unknown argument 'alpha'"),
+        ("pickscore", "i2t", None, r"'pickscore' does not fit task 'i2t': it scores t2i. .*multiple_choice, format"),
+        ("multiple_choice", "t2i", None, "does not fit task 't2i'"),
+        ("multiple_choice", "i2t", ["prompt", "answers"], r"needs the column 'answer'.*did you mean 'answers'\?"),
+        ("tiny_world", "t2i", ["prompt"], "needs the column 'demands'"),
+        ("format", "t2t", None, "task is 't2t'"),
+    ],
+)  # fmt: skip
+def test_rewards_that_cannot_work_are_refused_before_training(user_module, spec, task, columns, message):
+    with pytest.raises(ValueError, match=message):
+        check_reward_specs(spec, task, columns)
+
+
+def test_rewards_that_fit_pass(user_module):
+    check_reward_specs(["pickscore", "tiny_world", "format"], "t2i", ["prompt", "demands"])
+    check_reward_specs(["multiple_choice", "format"], "i2t", ["prompt", "images", "answer"])
+    check_reward_specs("my_rewards:wants_solution", "i2t", ["images", "solution"])
+    check_reward_specs("my_rewards:brightness", "t2i", ["prompt"])
+
+
+def test_an_error_inside_a_users_module_is_not_hidden(user_module):
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+        check_reward_specs("needs_missing:fn")
+
+
+def test_rows_are_checked_by_the_rewards_that_will_score_them():
+    import datasets
+
+    with pytest.raises(ValueError, match="1 of 2 rows name none of their options"):
+        check_reward_rows(["format", "multiple_choice"], datasets.Dataset.from_dict({"answer": ["A", "?"]}))
+
+
+# ------------------------------------------------------------------------------------------------ how it is called
+
+
+def test_a_function_gets_only_what_it_declares():
+    seen = {}
+
+    def picky(completions, answer):
+        seen.update(completions=completions, answer=answer)
+        return [1, None]
+
+    values = wrap_reward(picky, "picky")(**CALL, answer=["x", "y"], other=[1, 2])
+    assert values == [1.0, None] and seen == {"completions": ["a", "bbb"], "answer": ["x", "y"]}
+
+
+def test_a_function_with_keywords_gets_everything_unchanged():
+    seen = {}
+
+    def greedy(**arguments):
+        seen.update(arguments)
+        return [0, 0]
+
+    wrap_reward(greedy, "greedy")(**CALL, demands=["x", "y"], generated_images=["i", "j"])
+    assert seen == {**CALL, "demands": ["x", "y"], "generated_images": ["i", "j"]}
+
+
+def test_a_value_of_the_recipe_wins_over_a_column_of_the_same_name():
+    def scaled(completions, scale):
+        return [scale] * len(completions)
+
+    assert get_reward_funcs({"name": scaled, "args": {"scale": 3}}).funcs[0](**CALL, scale=[1, 2]) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("values", [[1, None], (True, 0.5), np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]),
+                                    [torch.tensor(1.0), np.float32(2)]])  # fmt: skip
+def test_numbers_of_all_kinds_become_floats(values):
+    result = wrap_reward(lambda completions: values, "fine")(**CALL)
+    assert len(result) == 2 and all(value is None or type(value) is float for value in result)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (1.0, "'bad' returned a single float 1.0; expected a list of 2 numbers"),
+        ([1.0], "'bad' returned 1 values; expected a list of 2"),
+        ([1.0, 2.0, 3.0], "returned 3 values; expected a list of 2"),
+        ([[1.0], [2.0]], "returned a nested list .* for row 0"),
+        (torch.ones(2, 1), r"returned values of shape \(2, 1\)"),
+        (torch.tensor(1.0), r"returned values of shape \(\)"),
+        ([1.0, torch.ones(1)], r"returned values of shape \(1,\) for row 1"),
+        ([1.0, float("nan")], "returned nan for row 1; a reward must be finite"),
+        ([float("-inf"), 1.0], "returned -inf for row 0"),
+        (["1", "2"], "returned a single str '1' for row 0"),
+        (None, "returned a single NoneType None"),
+        ({"a": 1}, "returned a single dict"),
+    ],
+)
+def test_values_that_break_the_contract_name_the_reward(values, message):
+    with pytest.raises(ValueError, match=message):
+        wrap_reward(lambda completions: values, "bad")(**CALL)
+
+
+def test_an_exception_in_a_reward_is_passed_on():
+    def broken(completions):
+        raise KeyError("column")
+
+    with pytest.raises(KeyError, match="column"):
+        get_reward_funcs(broken).funcs[0](**CALL)
+
+
+def test_async_rewards_stay_async_and_are_checked():
+    async def slow(completions):
+        return [1.0] * len(completions)
+
+    async def short(completions):
+        return [1.0]
+
+    rewards = get_reward_funcs([slow, short])
+    assert asyncio.iscoroutinefunction(rewards.funcs[0])
+    assert asyncio.run(rewards.funcs[0](**CALL)) == [1.0, 1.0]
+    with pytest.raises(ValueError, match="'short' returned 1 values"):
+        asyncio.run(rewards.funcs[1](**CALL))
+
+
+def test_completions_are_read_as_text_in_both_forms():
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "text": None}]
+    assert completion_text("ab") == "ab"
+    assert completion_text([{"role": "assistant", "content": "ab"}]) == "ab"
+    assert completion_text([{"role": "assistant", "content": parts}, {"role": "assistant", "content": None}]) == "a"
+
+
+# ------------------------------------------------------------------------------------------------- the small rewards
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<answer>B</answer>", 1.0),
+        ("reasons\n<answer>\nB\n</answer> done", 1.0),
+        ("B", 0.0),
+        ("", 0.0),
+        ("<answer>B", 0.0),
+        ("B</answer>", 0.0),
+        ("</answer>B<answer>", 0.0),
+        ("<answer> </answer>", 0.0),
+        ("<answer>A</answer><answer>B</answer>", 0.0),
+        ("<answer>A<answer>B</answer>", 0.0),
+    ],
+)
+def test_format_wants_exactly_one_tagged_block(text, score):
+    reward = get_reward_funcs("format").funcs[0]
+    assert reward(prompts=[""], completions=[text]) == [score]
+    assert reward(prompts=[""], completions=[[{"role": "assistant", "content": text}]]) == [score]
+
+
+def test_format_takes_another_tag():
+    reward = get_reward_funcs({"name": "format", "args": {"tag": "plan"}}).funcs[0]
+    assert reward(prompts=["", ""], completions=["<plan>x</plan>", "<answer>x</answer>"]) == [1.0, 0.0]
+
+
+def test_tiny_world_scores_true_pictures_with_one_and_blank_ones_with_less():
+    from PIL import Image
+
+    from janus_trl.tiny import render, sample_fulfilling, tiny_dataset
+
+    rng = np.random.default_rng(0)
+    demands = list(tiny_dataset("t2i", "validation", size=12)["demands"])
+    pictures = [render(sample_fulfilling(demand, rng), rng) for demand in demands]
+    reward = get_reward_funcs("tiny_world", "t2i", ["prompt", "demands"]).funcs[0]
+    call = dict(prompts=[""] * 12, completions=[""] * 12, demands=demands)
+    assert reward(**call, generated_images=pictures) == [1.0] * 12
+    blank = reward(**call, generated_images=[Image.new("RGB", pictures[0].size, "white")] * 12)
+    assert max(blank) < 1.0

@@ -1,0 +1,183 @@
+"""PickScore on a small random CLIP: the formula, micro-batches, and loading whole weights under ZeRO-3."""
+
+import logging
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+from transformers.integrations import deepspeed as integration
+
+from janus_trl.rewards import get_reward_funcs
+from janus_trl.rewards.pickscore import PickScore, check_rows, check_weights_present, outside_zero_init
+
+CAPTIONS = ["a cat", "ab" * 60, "", "a bee", "c c c", "tea", "bat", "a"]
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("clip"))
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    vocabulary = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = CLIPTokenizer(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[], model_max_length=16)
+    image_processor = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    CLIPProcessor(tokenizer=tokenizer, image_processor=image_processor).save_pretrained(folder)
+    shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    text = dict(vocab_size=len(vocabulary), max_position_embeddings=16, bos_token_id=len(vocabulary) - 2, **shape)
+    text |= dict(eos_token_id=len(vocabulary) - 1, pad_token_id=len(vocabulary) - 1)
+    vision = dict(image_size=16, patch_size=8, **shape)
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+    with torch.no_grad():  # the initial weights are so small that all pictures would look alike
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        model.logit_scale.fill_(3.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def pictures() -> list[Image.Image]:
+    rng = np.random.default_rng(0)
+    return [Image.fromarray(rng.integers(0, 255, (20, 24, 3), dtype=np.uint8)) for _ in CAPTIONS]
+
+
+def build(folder: str, **args):
+    return get_reward_funcs({"name": "pickscore", "args": {"model": folder, "processor": folder, **args}}, "t2i", [])
+
+
+def score(rewards) -> list[float]:
+    return rewards.funcs[0](prompts=CAPTIONS, completions=CAPTIONS, generated_images=pictures(), demands=CAPTIONS)
+
+
+def direct_score(folder: str, caption: str, picture: Image.Image) -> float:
+    """The formula written out: towers, projections, normalisation, exp(logit_scale) * cosine / 26."""
+    model, processor = CLIPModel.from_pretrained(folder).eval(), CLIPProcessor.from_pretrained(folder)
+    ids = processor.tokenizer(caption)["input_ids"]
+    ids = torch.tensor([ids if len(ids) <= 16 else [*ids[:15], ids[-1]]])
+    pixels = processor.image_processor(images=picture, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        text = model.text_projection(model.text_model(input_ids=ids).last_hidden_state[0, -1])
+        image = model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output[0])
+        cosine = torch.dot(text, image) / (text.norm() * image.norm())
+        return float(model.logit_scale.exp() * cosine / 26)
+
+
+def test_scores_equal_the_formula(clip_folder):
+    expected = [direct_score(clip_folder, c, p) for c, p in zip(CAPTIONS, pictures(), strict=True)]
+    assert score(build(clip_folder)) == pytest.approx(expected, abs=1e-5)
+    assert np.std(expected) > 0.01  # the comparison can tell rows apart
+    assert score(build(clip_folder, raw=True)) == pytest.approx([26 * value for value in expected], abs=1e-4)
+
+
+def test_micro_batches_equal_one_batch(clip_folder, monkeypatch):
+    whole = score(build(clip_folder, batch_size=8))
+    sizes: list[int] = []
+    original = PickScore._score_batch
+    monkeypatch.setattr(PickScore, "_score_batch", lambda self, c, i: sizes.append(len(c)) or original(self, c, i))
+    assert score(build(clip_folder, batch_size="3")) == pytest.approx(whole, abs=1e-5)
+    assert sizes == [3, 3, 2]
+
+
+def test_long_captions_keep_their_end_token(clip_folder):
+    rewards = build(clip_folder)
+    picture = pictures()[:2]
+    longer = rewards.funcs[0](prompts=["ab" * 60, "ab" * 90], completions=["", ""], generated_images=[picture[0]] * 2)
+    assert longer[0] == pytest.approx(longer[1], abs=1e-6)
+    assert longer[0] == pytest.approx(direct_score(clip_folder, "ab" * 90, picture[0]), abs=1e-5)
+
+
+def test_the_model_is_loaded_late_frozen_and_in_eval_mode(clip_folder):
+    reward = PickScore(model=clip_folder, processor=clip_folder)
+    assert reward._model is None
+    reward.load()
+    model = reward._model
+    assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
+    reward.load()
+    assert reward._model is model
+
+
+def test_the_set_of_rewards_loads_its_models_on_demand(clip_folder, tmp_path):
+    build(clip_folder).load()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="reward 'pickscore': model '.*empty'.*cannot be read") as error:
+        build(str(tmp_path / "empty")).load()
+    assert "\n" not in str(error.value)
+
+
+def test_autocast_and_grad_mode_around_it_change_nothing(clip_folder):
+    rewards = build(clip_folder)
+    plain = score(rewards)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert score(rewards) == plain
+
+
+def test_half_precision_is_close(clip_folder):
+    assert score(build(clip_folder, dtype="bfloat16")) == pytest.approx(score(build(clip_folder)), abs=0.03)
+
+
+def test_whole_weights_are_loaded_under_zero3(clip_folder):
+    class Config:
+        def is_zero3(self):
+            return True
+
+    config = Config()
+    integration.set_hf_deepspeed_config(config)
+    try:
+        assert integration.is_deepspeed_zero3_enabled()
+        with outside_zero_init():
+            assert not integration.is_deepspeed_zero3_enabled()
+        reward = PickScore(model=clip_folder, processor=clip_folder)
+        reward.load()
+        assert integration.is_deepspeed_zero3_enabled()  # as before, for the policy
+        assert all(parameter.numel() for parameter in reward._model.parameters())
+        with pytest.raises(KeyError), outside_zero_init():
+            raise KeyError
+        assert integration.is_deepspeed_zero3_enabled()
+    finally:
+        integration.unset_hf_deepspeed_config()
+
+
+def test_empty_and_meta_weights_are_refused_with_the_rewards_name():
+    sharded = torch.nn.Linear(2, 2)
+    sharded.weight.data = torch.empty(0)
+    with pytest.raises(ValueError, match="reward 'mine': parameter 'weight' has shape"):
+        check_weights_present(sharded, "mine")
+    with pytest.raises(ValueError, match="reward 'mine'.*meta"):
+        check_weights_present(torch.nn.Linear(2, 2, device="meta"), "mine")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"device": "cuda:0"}, "'cuda:0'.*every rank on one card.*'auto' or 'cuda'"),
+        ({"device": "tpu9"}, "device is 'tpu9'; valid: auto, cuda, cpu"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"model": "./nowhere"}, "model is './nowhere'; there is no such folder"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_loaded(args, message):
+    with pytest.raises(ValueError, match=message):
+        get_reward_funcs({"name": "pickscore", "args": args})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(clip_folder):
+    reward = PickScore(model=clip_folder, processor=clip_folder, device="auto")
+    reward.load()
+    assert reward._model.device.type == "cpu"
+    with pytest.raises(ValueError, match="no GPU is visible"):
+        PickScore(device="cuda")
+
+
+def test_prompts_in_other_scripts_are_scored_and_warned_about_once(clip_folder, caplog):
+    prompts = ["a cat", "一只猫", "قطة", "🦊 café"]
+    with caplog.at_level(logging.WARNING):
+        check_rows(datasets.Dataset.from_dict({"prompt": prompts}))
+    assert len(caplog.records) == 1 and "50.0 %" in caplog.text
+    values = build(clip_folder).funcs[0](prompts=prompts, completions=prompts, generated_images=pictures()[:4])
+    assert np.isfinite(values).all()
+    caplog.clear()
+    check_rows(datasets.Dataset.from_dict({"prompt": ["a cat", "café 🦊 12"]}))
+    assert not caplog.records
