@@ -1,0 +1,329 @@
+"""GRPO for Janus: TRL's trainer, with our rollout in and our scores out."""
+
+import time
+from collections import defaultdict
+from functools import partial
+
+import torch
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from peft import PeftConfig
+from transformers import JanusProcessor, PreTrainedModel
+from trl import GRPOTrainer
+from trl.models.utils import unwrap_model_for_generation
+
+from .configs import JanusGRPOConfig
+from .metrics import drift, masked_mean, peak_memory_gib
+from .modeling import JanusForInterleavedGeneration, bind_special_ids
+from .reward_guard import guard, raise_on_all_ranks
+from .sampling import Rollout, SamplingSettings, rollout, row_seed
+from .trainable import freeze_for_task, trainable_table
+
+
+class JanusGRPOTrainer(GRPOTrainer):
+    """`trl.GRPOTrainer` for `JanusForConditionalGeneration`: text, then image codes (`t2i`), or answers (`i2t`).
+
+    Rollouts are sampled by `janus_trl.sampling.rollout`, and policy, old and reference log-probs come from
+    `JanusForInterleavedGeneration.forward`; all the rest (groups, advantages, losses, clipping, KL, evaluation,
+    saving) is TRL's.
+
+    Args:
+        model: folder or Hub id of a stock Janus checkpoint, or a loaded `JanusForInterleavedGeneration`.
+        reward_funcs: functions with TRL's contract; for `t2i` they also get `generated_images`, a list of RGB PIL.
+        args: a `JanusGRPOConfig`.
+        train_dataset: rows with `prompt` (the user's text), `images` (a list, `i2t`), and columns for the rewards.
+        eval_dataset: held-out rows of the same form.
+        processing_class: a `JanusProcessor`; that of the model by default.
+        peft_config: e.g. from `janus_trl.configs.lora_config`.
+    """
+
+    _tag_names = ["trl", "grpo", "janus"]
+    _name = "GRPO"
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs,
+        args: JanusGRPOConfig,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | None = None,
+        processing_class: JanusProcessor | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        peft_config: PeftConfig | None = None,
+    ):
+        name = model if isinstance(model, str) else model.config._name_or_path
+        if args.beta != 0.0 and peft_config is None and not name:
+            raise ValueError(
+                f"beta = {args.beta} needs a reference model, but the model was built in memory. Save it and pass the "
+                "folder, or set beta: 0.0."
+            )
+        processing_class = processing_class or JanusProcessor.from_pretrained(name)
+        self.task = args.task
+        self._last_scores = None
+        self._seconds = defaultdict(float)
+        self._eval_rewards: dict[int, float] = {}
+        self._eval_rows_seen = 0
+        self.evaluations: list[tuple[int, list[float]]] = []  # (step, reward of each held-out row)
+        # TRL loads policy and reference through `model_init_kwargs`; this makes both of our class. Not kept: the
+        # arguments are serialised later. No device map: on one process TRL would spread the model over all GPUs.
+        init_kwargs = args.model_init_kwargs
+        if isinstance(model, str) or (args.beta != 0.0 and peft_config is None):
+            ours = {"architecture": JanusForInterleavedGeneration, "device_map": None}
+            args.model_init_kwargs = {**(init_kwargs or {}), **ours}
+        try:
+            super().__init__(
+                model=model,
+                reward_funcs=guard(_as_list(reward_funcs)),
+                args=args,
+                train_dataset=_conversational(train_dataset, args.task),
+                eval_dataset=_with_row_ids(_conversational(eval_dataset, args.task)),
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                peft_config=peft_config,
+                rollout_func=_sample_for_trl,
+            )
+        finally:
+            args.model_init_kwargs = init_kwargs
+        self._adopt(self.model)
+        if self.ref_model is not None:
+            self._adopt(self.accelerator.unwrap_model(self.ref_model))
+        freeze_for_task(self.base_model, self.task, with_adapter=is_peft_model(self.model))
+        if self.accelerator.is_main_process:
+            print(trainable_table(self.base_model))
+        if self.task == "t2i":  # dr_grpo divides by it
+            codes = self.base_model.num_image_codes
+            self.max_completion_length = args.max_completion_length = args.max_reasoning_length + codes + 3
+
+    def _adopt(self, model: PreTrainedModel) -> None:
+        """Drop the fused head that TRL put on the instance (it knows one vocabulary), and tell the special ids."""
+        base = model.get_base_model() if is_peft_model(model) else model
+        base.__dict__.pop("forward", None)
+        bind_special_ids(base, self.processing_class)
+
+    @property
+    def base_model(self) -> JanusForInterleavedGeneration:
+        """The Janus model inside adapter and wrappers."""
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    # Rollout ---------------------------------------------------------------------------------------------------------
+
+    def sampling_settings(self, mode: str = "train", greedy: bool = False) -> SamplingSettings:
+        """The settings of rollouts in `train` or `eval` mode."""
+        args, draws = self.args, self.task == "t2i"
+        return SamplingSettings(
+            task=self.task,
+            max_text_length=args.max_reasoning_length if draws else args.max_completion_length,
+            guidance_scale=self._guidance_scale(mode),
+            temperature=args.temperature,
+            image_temperature=args.image_temperature,
+            logp_guidance=args.logp_guidance,
+            greedy=greedy,
+            batch_size=args.rollout_batch_size,
+        )
+
+    def _guidance_scale(self, mode: str) -> float:
+        scale = self.args.eval_guidance_scale if mode == "eval" else None
+        return self.args.guidance_scale if scale is None else scale
+
+    def sample(self, prompts: list, seeds: list[int], settings: SamplingSettings) -> Rollout:
+        """Sample with the current weights; collective under ZeRO-3, so every rank calls it."""
+        gather = self.args.ds3_gather_for_generation
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=gather,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            ) as model,
+            self.accelerator.autocast(),
+        ):
+            return rollout(
+                model.get_base_model() if is_peft_model(model) else model,
+                self.processing_class,
+                prompts,
+                settings,
+                seeds,
+                any_rank=bool if gather else self._any_rank,
+                progress=self.accelerator.is_main_process and not self.args.disable_tqdm,
+            )
+
+    def _any_rank(self, flag: bool) -> bool:
+        return bool(self.accelerator.gather(torch.tensor([flag], device=self.accelerator.device)).any())
+
+    def _row_seeds(self, mode: str, rows: int) -> list[int]:
+        """One seed per row from (seed, step, position in the global batch): equal for any number of processes."""
+        first = self.accelerator.process_index * rows
+        if mode == "train":
+            # A step may hold several generation batches; on resume `_step` restarts at a multiple of the step.
+            part = self._step % self.args.gradient_accumulation_steps // self.args.steps_per_generation
+            return [row_seed(self.args.seed, mode, self.state.global_step, part, first + i) for i in range(rows)]
+        first += self._eval_rows_seen
+        self._eval_rows_seen += rows * self.accelerator.num_processes
+        return [row_seed(self.args.seed, mode, first + i) for i in range(rows)]
+
+    def _generate_and_score_completions(self, inputs):
+        start = time.perf_counter()
+        output = super()._generate_and_score_completions(inputs)
+        self._seconds["generation"] += time.perf_counter() - start
+        return output
+
+    # Rewards ---------------------------------------------------------------------------------------------------------
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        mode, start = "train" if self.model.training else "eval", time.perf_counter()
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        raise_on_all_ranks(self.reward_funcs, self.accelerator)
+        self._metrics[mode]["time/reward_s"].append(time.perf_counter() - start)
+        if mode == "eval" and "row_id" in inputs[0]:
+            ids = torch.tensor([row["row_id"] for row in inputs], device=rewards.device)
+            totals = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+            for row, total in zip(self.accelerator.gather(ids).tolist(), totals.tolist(), strict=True):
+                self._eval_rewards[row] = total
+        return rewards
+
+    # Scoring ---------------------------------------------------------------------------------------------------------
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        """TRL's body, calling the model with the settings of the rollout: replay equals rollout."""
+        mode = "train" if self.model.training else "eval"
+        scorer = partial(
+            model,
+            guidance_scale=self._guidance_scale(mode),
+            temperature=self.args.temperature,
+            image_temperature=self.args.image_temperature,
+            logp_guidance=self.args.logp_guidance,
+            detach_unconditional=self.args.detach_unconditional,
+        )
+        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(scorer, *args, **kwargs)
+        if entropies is not None:
+            self._last_scores = logps.detach(), entropies.detach()
+        return logps, entropies, aux_loss
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        self._log_scores(inputs)
+        return loss
+
+    def _log_scores(self, inputs) -> None:
+        """Drift between rollout and replay, and entropies by modality; collective."""
+        mode = "train" if self.model.training else "eval"
+        metrics, (logps, entropies) = self._metrics[mode], self._last_scores
+        mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()  # sampled ids, [B, C]
+        # After the first update of a rollout the policy has moved: compare with the replay of the rollout's policy.
+        replayed = inputs.get("old_per_token_logps", logps)
+        mean, largest = drift(inputs["sampling_per_token_logps"], replayed, mask, self.accelerator)
+        metrics["logps/drift_mean"].append(mean)
+        metrics["logps/drift_max"].append(largest)
+        is_code = inputs["completion_ids"] >= self.base_model.vocab_size
+        for name, where in (("text", mask & ~is_code), ("image", mask & is_code)):
+            mean = masked_mean(entropies, where, self.accelerator)
+            if mean is not None:
+                metrics[f"entropy/{name}"].append(mean)
+        if (peak := peak_memory_gib(self.accelerator.device)) is not None:
+            metrics["memory/peak_gib"].append(peak)
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        start, before = time.perf_counter(), self._seconds["generation"]
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        generating = self._seconds["generation"] - before
+        self._metrics["train"]["time/loss_s"].append(time.perf_counter() - start - generating)
+        return loss
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """Stop at a non-finite gradient, before it reaches the weights: the logged loss would only read 0.0."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
+            raise FloatingPointError(
+                f"Gradient norm {float(norm)} at step {self.state.global_step + 1}: training stopped. "
+                f"Lower learning_rate ({self.args.learning_rate}), or check rewards and beta for non-finite values."
+            )
+        return norm
+
+    # Evaluation ------------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args, **kwargs):
+        """TRL's loop; the mean reward counts every row once (the sampler repeats rows to fill the ranks)."""
+        self._eval_rewards, self._eval_rows_seen = {}, 0
+        output = super().evaluation_loop(*args, **kwargs)
+        if rewards := self.eval_rewards():
+            values = torch.tensor(rewards, dtype=torch.float64)
+            error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else 0.0
+            self._metrics["eval"]["reward"] = [values.mean().item()]
+            self._metrics["eval"]["reward_standard_error"] = [error]
+            self.evaluations.append((self.state.global_step, rewards))
+        return output
+
+    def eval_rewards(self) -> list[float]:
+        """The weighted reward of each held-out row in the last evaluation, in the order of the rows."""
+        return [self._eval_rewards[row] for row in sorted(self._eval_rewards)]
+
+    def sample_rows(self, rows: int) -> list[dict]:
+        """The first held-out rows with fixed seeds: `prompt`, `image`, `reasoning`, `reward`; every rank calls it."""
+        if self.eval_dataset is None or rows == 0:
+            return []
+        inputs = [self.eval_dataset[i] for i in range(min(rows, len(self.eval_dataset)))]
+        prompts = [_prompt_with_pictures(row) for row in inputs]
+        seeds = [row_seed(self.args.seed, "samples", i) for i in range(len(inputs))]
+        result = self.sample(prompts, seeds, self.sampling_settings("eval"))
+        texts = self.processing_class.batch_decode(result.completion_ids, skip_special_tokens=True)
+        totals = self._score_samples(inputs, texts, result)
+        pictures = result.images or [row["images"][0] if row.get("images") else None for row in inputs]
+        return [
+            {"image": picture, "prompt": _user_text(row["prompt"]), "reasoning": text, "reward": total}
+            for row, picture, text, total in zip(inputs, pictures, texts, totals, strict=True)
+        ]
+
+    def _score_samples(self, inputs: list[dict], texts: list[str], result: Rollout) -> list[float]:
+        columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
+        if result.images:
+            columns["generated_images"] = result.images
+        totals = [0.0] * len(inputs)
+        for fn, weight in zip(self.reward_funcs, self.reward_weights.tolist(), strict=True):
+            values = getattr(fn, "function", fn)(
+                prompts=[row["prompt"] for row in inputs],
+                completions=texts,
+                completion_ids=result.completion_ids,
+                **columns,
+            )
+            totals = [t + weight * (v or 0.0) for t, v in zip(totals, values, strict=True)]
+        return totals
+
+
+def _sample_for_trl(prompts: list, trainer: JanusGRPOTrainer) -> dict[str, list]:
+    """TRL's `rollout_func`."""
+    mode, start = "train" if trainer.model.training else "eval", time.perf_counter()
+    result = trainer.sample(prompts, trainer._row_seeds(mode, len(prompts)), trainer.sampling_settings(mode))
+    trainer._metrics[mode]["time/rollout_s"].append(time.perf_counter() - start)
+    output = {name: getattr(result, name) for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
+    return {**output, "generated_images": result.images} if trainer.task == "t2i" else output
+
+
+def _as_list(value) -> list:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _conversational(dataset: Dataset | None, task: str) -> Dataset | None:
+    """`i2t`: user texts become conversations, the form in which TRL joins pictures to a prompt."""
+    if dataset is None or task != "i2t" or not isinstance(dataset[0]["prompt"], str):
+        return dataset
+    prompts = [[{"role": "user", "content": text}] for text in dataset["prompt"]]
+    return dataset.remove_columns("prompt").add_column("prompt", prompts)
+
+
+def _with_row_ids(dataset: Dataset | None) -> Dataset | None:
+    if dataset is None or "row_id" in dataset.column_names:
+        return dataset
+    return dataset.add_column("row_id", list(range(len(dataset))))
+
+
+def _user_text(prompt: str | list[dict]) -> str:
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
+def _prompt_with_pictures(row: dict):
+    if not row.get("images"):
+        return row["prompt"]
+    parts = [{"type": "image", "image": image} for image in row["images"]]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": _user_text(row["prompt"])}]}]

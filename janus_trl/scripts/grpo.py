@@ -1,0 +1,108 @@
+"""Train with GRPO: `accelerate launch … -m janus_trl.scripts.grpo --config recipe.yaml [--key value …]`."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import Dataset
+from trl import ModelConfig
+
+from janus_trl.callbacks import CurveCallback, SampleGridCallback
+from janus_trl.configs import JanusGRPOConfig, JanusScriptArguments, lora_config
+from janus_trl.data import load_training_dataset
+from janus_trl.grpo_trainer import JanusGRPOTrainer
+from janus_trl.recipe import or_exit, parse_recipe, resolve_model
+from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
+from janus_trl.scripts.run import finish, keep_recipe, limit_rows, model_kwargs, resume_point
+
+
+@dataclass
+class GRPORun:
+    """Everything a run needs, checked; no weights are loaded yet."""
+
+    script: JanusScriptArguments
+    args: JanusGRPOConfig
+    model: ModelConfig
+    train: Dataset
+    test: Dataset | None
+    rewards: RewardSet
+
+
+def configure(argv: list[str]) -> GRPORun:
+    """Parse and check.
+
+    Raises:
+        ValueError: what is wrong and how to mend it.
+    """
+    script, args, model = parse_recipe((JanusScriptArguments, JanusGRPOConfig, ModelConfig), argv)
+    lora_config(model)
+    model.model_name_or_path = resolve_model(model.model_name_or_path, model.model_revision)
+    splits = limit_rows(load_training_dataset(script, args.task), script)
+    train = splits["train"]
+    if not script.reward_funcs:
+        raise ValueError("reward_funcs is not set. Name at least one reward, e.g. reward_funcs: [pickscore].")
+    rewards = get_reward_funcs(script.reward_funcs, task=args.task, columns=train.column_names)
+    if args.reward_weights is None:
+        args.reward_weights = rewards.weights
+    elif any(weight != 1 for weight in rewards.weights):
+        raise ValueError(
+            f"reward_weights = {args.reward_weights} and weights inside reward_funcs {rewards.weights} are both set. "
+            "Keep one of them."
+        )
+    if len(args.reward_weights) != len(rewards.funcs):
+        raise ValueError(
+            f"reward_weights has {len(args.reward_weights)} values for {len(rewards.funcs)} rewards "
+            f"({', '.join(rewards.names)}). Give one weight per reward."
+        )
+    check_reward_rows(script.reward_funcs, train)
+    return GRPORun(script, args, model, train, splits["test"], rewards)
+
+
+def summary(run: GRPORun) -> str:
+    """One line: what a step is."""
+    args = run.args
+    prompts = args.generation_batch_size // args.num_generations
+    held_out = f", {len(run.test)} held-out rows" if run.test is not None else ""
+    return (
+        f"{args.task}: {prompts} prompts x {args.num_generations} completions = {args.generation_batch_size} a rollout, "
+        f"{len(run.train)} training rows{held_out}, rewards: {', '.join(run.rewards.names)}"
+    )
+
+
+def train(run: GRPORun, argv: list[str]) -> JanusGRPOTrainer:
+    """Load, train, evaluate, save."""
+    run.args.model_init_kwargs = model_kwargs(run.model)
+    trainer = JanusGRPOTrainer(
+        model=run.model.model_name_or_path,
+        reward_funcs=run.rewards.funcs,
+        args=run.args,
+        train_dataset=run.train,
+        eval_dataset=run.test,
+        peft_config=lora_config(run.model),
+    )
+    run.rewards.load()  # a reward model that does not load ends the run here, not after the first rollout
+    keep_recipe(trainer, argv)
+    trainer.add_callback(CurveCallback())
+    if run.test is not None and run.args.num_samples:
+        trainer.add_callback(
+            SampleGridCallback(lambda step: trainer.sample_rows(run.args.num_samples), every=run.args.sample_steps)
+        )
+    trainer.train(resume_from_checkpoint=resume_point(run.args))
+    finish(trainer)
+    return trainer
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point."""
+    argv = sys.argv[1:] if argv is None else argv
+    run = or_exit(configure, argv)
+    if run.args.process_index == 0:
+        print(summary(run))
+    if run.script.dry_run:
+        print(f"The recipe is fine; a run writes to {Path(run.args.output_dir)}.")
+        return
+    train(run, argv)
+
+
+if __name__ == "__main__":
+    main()
