@@ -1,6 +1,9 @@
 """Arguments of the trainers and scripts, and every check that needs no weights."""
 
+import difflib
+import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,16 +13,27 @@ from trl import GRPOConfig, ModelConfig, SFTConfig
 # The seven projections of the language model; anchored, because bare names match the vision tower too (UniRL#228).
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+# Options of transformers that neither trainer can honour: the value that is allowed, and why no other is.
+_ALWAYS_UNSUPPORTED = {
+    "use_liger_kernel": (False, "it replaces the forward that scores joint ids"),
+    "fp16": (False, "Janus was trained in bf16, whose range float16 does not have; use bf16"),
+}
+
 # TRL options that change what is sampled without changing what is scored, or that bring another sampler.
 _UNSUPPORTED = {
     "use_vllm": (False, "vLLM has no Janus image generation; the rollout of janus_trl is used"),
     "use_transformers_continuous_batching": (False, "the rollout of janus_trl is used"),
-    "use_liger_kernel": (False, "it replaces the forward that scores joint ids"),
+    **_ALWAYS_UNSUPPORTED,
     "cast_lm_head_to_fp32": (False, "log-probs are accumulated in float32 anyway"),
     "top_p": (1.0, "the loss scores the full softmax, so sampling has to use it too"),
     "top_k": (0, "the loss scores the full softmax, so sampling has to use it too"),
     "min_p": (None, "the loss scores the full softmax, so sampling has to use it too"),
     "repetition_penalty": (1.0, "the loss scores the full softmax, so sampling has to use it too"),
+}
+
+_UNSUPPORTED_IN_SFT = {
+    **_ALWAYS_UNSUPPORTED,
+    "label_smoothing_factor": (0.0, "transformers computes it from logits of one vocabulary, joint ids have two"),
 }
 
 
@@ -57,6 +71,16 @@ class JanusGRPOConfig(GRPOConfig):
     )
     rollout_batch_size: int | None = field(
         default=None, metadata={"help": "Rows that are sampled at a time on each process; all if unset."}
+    )
+    use_cuda_graphs: bool = field(
+        default=True, metadata={"help": "On a GPU, capture a decode step as a CUDA graph (off: for debugging)."}
+    )
+    keep_rollout_buffers: bool = field(
+        default=True,
+        metadata={
+            "help": "On a GPU, keep caches and graphs between rollouts. Off frees the caches before the loss "
+            "(Janus-Pro-7B: 0.5 MiB a position, row and stream, 20 GiB for 32 guided rows) and captures again."
+        },
     )
     sample_steps: int = field(
         default=0, metadata={"help": "Write a grid of held-out samples every so many steps; 0: at start and end."}
@@ -101,11 +125,7 @@ class JanusGRPOConfig(GRPOConfig):
         for name in ("temperature", "image_temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must be > 0. Use 1.0 to sample the model as it is.")
-        for name, (allowed, reason) in _UNSUPPORTED.items():
-            if getattr(self, name) != allowed:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)!r} is not supported: {reason}. Set {name}: {allowed} or remove it."
-                )
+        refuse_unsupported(self, _UNSUPPORTED)
         if self.log_multimodal:
             raise ValueError("log_multimodal = True is not supported: sample grids are written instead. Remove it.")
 
@@ -130,6 +150,7 @@ class JanusSFTConfig(SFTConfig):
             raise ValueError(f"guidance_dropout = {self.guidance_dropout} must lie in 0 … 1. 0.1 is usual.")
         if self.max_length is not None or self.packing:
             raise ValueError("max_length and packing are not supported: image codes cannot be cut. Remove them.")
+        refuse_unsupported(self, _UNSUPPORTED_IN_SFT)
         self.dataset_kwargs = {**(self.dataset_kwargs or {}), "skip_prepare_dataset": True}
         select_backend(self)
         super().__post_init__()
@@ -163,9 +184,25 @@ class JanusScriptArguments:
 
 
 def one_of(config, name: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a value that is not in `allowed`."""
-    if getattr(config, name) not in allowed:
-        raise ValueError(f"{name} = {getattr(config, name)!r} must be one of: {', '.join(allowed)}.")
+    """Refuse a value that is not in `allowed`, suggesting the nearest."""
+    value = getattr(config, name)
+    if value not in allowed:
+        raise ValueError(f"{name} = {value!r} must be one of: {', '.join(allowed)}.{did_you_mean(value, allowed)}")
+
+
+def did_you_mean(name, known: Iterable[str]) -> str:
+    """The question whether the nearest of `known` was meant, with a leading space; empty if none is near."""
+    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def refuse_unsupported(config, unsupported: dict[str, tuple]) -> None:
+    """Refuse every field of `unsupported` (name -> allowed value, reason) that has another value."""
+    for name, (allowed, reason) in unsupported.items():
+        if getattr(config, name) != allowed:
+            raise ValueError(
+                f"{name} = {getattr(config, name)!r} is not supported: {reason}. Set {name}: {allowed} or remove it."
+            )
 
 
 def at_least(config, name: str, bound: float, hint: str) -> None:
@@ -193,20 +230,23 @@ def check_batch_sizes(
             f"num_generations = {num_generations}: GRPO compares the completions of one prompt, so a group needs at "
             "least 2. Set num_generations: 8."
         )
+    unit = per_device * processes
+    whole = math.lcm(unit, num_generations)  # the smallest batch of whole groups that all processes fill
     if generation_batch_size is not None:
         total, terms = generation_batch_size, f"generation_batch_size {generation_batch_size}"
+        fix = f"generation_batch_size: {math.ceil(total / whole) * whole}"
     else:
         steps = steps_per_generation or accumulation
         name = "steps_per_generation" if steps_per_generation else "gradient_accumulation_steps"
-        total = processes * per_device * steps
+        total = unit * steps
         terms = f"{processes} processes x per_device_train_batch_size {per_device} x {name} {steps} = {total}"
+        size = math.ceil(total / whole) * whole
+        fix = f"{name}: {size // unit} ({size} completions a {'rollout' if steps_per_generation else 'step'})"
     if total % num_generations == 0:
         return
-    unit = per_device * processes
-    accumulate = next(n for n in range(1, num_generations + 1) if unit * n % num_generations == 0)
     divisors = [g for g in range(2, total + 1) if total % g == 0]
     nearest = min(divisors, key=lambda g: abs(g - num_generations)) if divisors else None
-    fixes = [f"gradient_accumulation_steps: {accumulate} ({unit * accumulate} completions a step)"]
+    fixes = [fix]
     fixes.append(f"num_generations: {nearest}" if nearest else f"per_device_train_batch_size: {num_generations}")
     raise ValueError(
         f"{terms} completions do not divide into groups of num_generations = {num_generations} "
@@ -255,7 +295,7 @@ def lora_config(model_args: ModelConfig) -> LoraConfig | None:
     if unknown := sorted(set(names) - set(PROJECTIONS)):
         raise ValueError(
             f"lora_target_modules: {unknown} are no projections of the language model. Use any of: "
-            f"{', '.join(PROJECTIONS)}; or leave it unset for all of them."
+            f"{', '.join(PROJECTIONS)}; or leave it unset for all of them.{did_you_mean(unknown[0], PROJECTIONS)}"
         )
     return LoraConfig(
         task_type="CAUSAL_LM",

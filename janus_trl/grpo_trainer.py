@@ -13,8 +13,11 @@ from trl import GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from .configs import JanusGRPOConfig
+from .engine import DecodeEngine, supports
+from .loading import check_model, model_name, processor_for
 from .metrics import drift, masked_mean, peak_memory_gib
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
+from .prompts import conversational, prompt_with_pictures, user_text, with_row_ids
 from .reward_guard import guard, raise_on_all_ranks
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .trainable import freeze_for_task, trainable_table
@@ -52,19 +55,21 @@ class JanusGRPOTrainer(GRPOTrainer):
         optimizers: tuple = (None, None),
         peft_config: PeftConfig | None = None,
     ):
-        name = model if isinstance(model, str) else model.config._name_or_path
-        if args.beta != 0.0 and peft_config is None and not name:
+        check_model(model)
+        if args.beta != 0.0 and peft_config is None and not model_name(model):
             raise ValueError(
                 f"beta = {args.beta} needs a reference model, but the model was built in memory. Save it and pass the "
                 "folder, or set beta: 0.0."
             )
-        processing_class = processing_class or JanusProcessor.from_pretrained(name)
+        processing_class = processor_for(model, processing_class)
         self.task = args.task
         self._last_scores = None
+        self._engine: DecodeEngine | None = None
+        self._train_sampler = None
         self._seconds = defaultdict(float)
-        self._eval_rewards: dict[int, float] = {}
+        self._eval_rewards: dict[int, list[float]] = {}
         self._eval_rows_seen = 0
-        self.evaluations: list[tuple[int, list[float]]] = []  # (step, reward of each held-out row)
+        self.evaluations: list[tuple[int, dict[int, float]]] = []  # (step, reward of each held-out row)
         # TRL loads policy and reference through `model_init_kwargs`; this makes both of our class. Not kept: the
         # arguments are serialised later. No device map: on one process TRL would spread the model over all GPUs.
         init_kwargs = args.model_init_kwargs
@@ -76,8 +81,8 @@ class JanusGRPOTrainer(GRPOTrainer):
                 model=model,
                 reward_funcs=guard(_as_list(reward_funcs)),
                 args=args,
-                train_dataset=_conversational(train_dataset, args.task),
-                eval_dataset=_with_row_ids(_conversational(eval_dataset, args.task)),
+                train_dataset=conversational(train_dataset, args.task),
+                eval_dataset=with_row_ids(conversational(eval_dataset, args.task)),
                 processing_class=processing_class,
                 callbacks=callbacks,
                 optimizers=optimizers,
@@ -139,15 +144,33 @@ class JanusGRPOTrainer(GRPOTrainer):
             ) as model,
             self.accelerator.autocast(),
         ):
-            return rollout(
-                model.get_base_model() if is_peft_model(model) else model,
+            base = model.get_base_model() if is_peft_model(model) else model
+            engine = self._engine_with_weights(base)
+            result = rollout(
+                base,
                 self.processing_class,
                 prompts,
                 settings,
                 seeds,
                 any_rank=bool if gather else self._any_rank,
+                any_rank_fails=self._any_rank,
                 progress=self.accelerator.is_main_process and not self.args.disable_tqdm,
+                engine=engine,
             )
+            if engine is not None and not self.args.keep_rollout_buffers:
+                engine.release()
+            return result
+
+    def _engine_with_weights(self, model: JanusForInterleavedGeneration) -> DecodeEngine | None:
+        """The decode engine with the current weights; None where the plain path samples (CPU, sharded weights)."""
+        sharded = self.is_deepspeed_enabled and not self.args.ds3_gather_for_generation
+        if self.accelerator.device.type != "cuda" or sharded or not supports(model):
+            return None
+        if self._engine is None:
+            mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
+            self._engine = DecodeEngine(mixed or model.lm_head.weight.dtype, self.args.use_cuda_graphs)
+        self._engine.load_weights(model)
+        return self._engine
 
     def _any_rank(self, flag: bool) -> bool:
         return bool(self.accelerator.gather(torch.tensor([flag], device=self.accelerator.device)).any())
@@ -169,6 +192,20 @@ class JanusGRPOTrainer(GRPOTrainer):
         self._seconds["generation"] += time.perf_counter() - start
         return output
 
+    def _run_epoch(self, model, epoch, *args, **kwargs):
+        """Shuffle by seed and epoch, so that a resumed run sees the prompts of a straight one.
+
+        TRL's sampler draws every epoch's order from one generator: on resume it would be that of the first epoch. A
+        `set_epoch` of the sampler is not enough, since with several processes the resumed loader does not reach it.
+        """
+        if self.shuffle_dataset and self._train_sampler is not None:
+            self._train_sampler.generator.manual_seed(self.args.seed + epoch)
+        return super()._run_epoch(model, epoch, *args, **kwargs)
+
+    def _get_train_sampler(self, dataset=None):
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
     # Rewards ---------------------------------------------------------------------------------------------------------
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -179,8 +216,11 @@ class JanusGRPOTrainer(GRPOTrainer):
         if mode == "eval" and "row_id" in inputs[0]:
             ids = torch.tensor([row["row_id"] for row in inputs], device=rewards.device)
             totals = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+            totals[rewards.isnan().all(1)] = torch.nan  # no reward could score the completion
             for row, total in zip(self.accelerator.gather(ids).tolist(), totals.tolist(), strict=True):
-                self._eval_rewards[row] = total
+                of_row = self._eval_rewards.setdefault(row, [])
+                if len(of_row) < self.num_generations_eval:  # the loader repeats the first rows to fill the ranks
+                    of_row.append(total)
         return rewards
 
     # Scoring ---------------------------------------------------------------------------------------------------------
@@ -248,47 +288,47 @@ class JanusGRPOTrainer(GRPOTrainer):
         self._eval_rewards, self._eval_rows_seen = {}, 0
         output = super().evaluation_loop(*args, **kwargs)
         if rewards := self.eval_rewards():
-            values = torch.tensor(rewards, dtype=torch.float64)
+            values = torch.tensor(list(rewards.values()), dtype=torch.float64)
             error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else 0.0
             self._metrics["eval"]["reward"] = [values.mean().item()]
             self._metrics["eval"]["reward_standard_error"] = [error]
             self.evaluations.append((self.state.global_step, rewards))
         return output
 
-    def eval_rewards(self) -> list[float]:
-        """The weighted reward of each held-out row in the last evaluation, in the order of the rows."""
-        return [self._eval_rewards[row] for row in sorted(self._eval_rewards)]
+    def eval_rewards(self) -> dict[int, float]:
+        """The weighted reward of each held-out row that was scored in the last evaluation, by row number."""
+        scored = {row: [t for t in totals if t == t] for row, totals in sorted(self._eval_rewards.items())}
+        return {row: sum(totals) / len(totals) for row, totals in scored.items() if totals}
 
     def sample_rows(self, rows: int) -> list[dict]:
         """The first held-out rows with fixed seeds: `prompt`, `image`, `reasoning`, `reward`; every rank calls it."""
         if self.eval_dataset is None or rows == 0:
             return []
         inputs = [self.eval_dataset[i] for i in range(min(rows, len(self.eval_dataset)))]
-        prompts = [_prompt_with_pictures(row) for row in inputs]
+        prompts = [prompt_with_pictures(row) for row in inputs]
         seeds = [row_seed(self.args.seed, "samples", i) for i in range(len(inputs))]
         result = self.sample(prompts, seeds, self.sampling_settings("eval"))
         texts = self.processing_class.batch_decode(result.completion_ids, skip_special_tokens=True)
-        totals = self._score_samples(inputs, texts, result)
+        totals = self._score_samples(inputs, prompts, texts, result)
         pictures = result.images or [row["images"][0] if row.get("images") else None for row in inputs]
         return [
-            {"image": picture, "prompt": _user_text(row["prompt"]), "reasoning": text, "reward": total}
+            {"image": picture, "prompt": user_text(row["prompt"]), "reasoning": text, "reward": total}
             for row, picture, text, total in zip(inputs, pictures, texts, totals, strict=True)
         ]
 
-    def _score_samples(self, inputs: list[dict], texts: list[str], result: Rollout) -> list[float]:
-        columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
+    def _score_samples(self, inputs: list[dict], prompts: list, texts: list[str], result: Rollout) -> list[float]:
+        """Weighted rewards, called as in training, without a trace in its metrics and tables; collective."""
         if result.images:
-            columns["generated_images"] = result.images
-        totals = [0.0] * len(inputs)
-        for fn, weight in zip(self.reward_funcs, self.reward_weights.tolist(), strict=True):
-            values = getattr(fn, "function", fn)(
-                prompts=[row["prompt"] for row in inputs],
-                completions=texts,
-                completion_ids=result.completion_ids,
-                **columns,
-            )
-            totals = [t + weight * (v or 0.0) for t, v in zip(totals, values, strict=True)]
-        return totals
+            pictures = zip(inputs, result.images, strict=True)
+            inputs = [{**row, "generated_images": picture} for row, picture in pictures]
+        if not isinstance(prompts[0], str):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        rewards = super()._calculate_rewards(inputs, prompts, texts, result.completion_ids)
+        raise_on_all_ranks(self.reward_funcs, self.accelerator)
+        self._pending_metrics.clear()
+        self._pending_extra_logs.clear()
+        totals = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+        return totals[: len(inputs)].tolist()  # every rank scored the same rows
 
 
 def _sample_for_trl(prompts: list, trainer: JanusGRPOTrainer) -> dict[str, list]:
@@ -302,28 +342,3 @@ def _sample_for_trl(prompts: list, trainer: JanusGRPOTrainer) -> dict[str, list]
 
 def _as_list(value) -> list:
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _conversational(dataset: Dataset | None, task: str) -> Dataset | None:
-    """`i2t`: user texts become conversations, the form in which TRL joins pictures to a prompt."""
-    if dataset is None or task != "i2t" or not isinstance(dataset[0]["prompt"], str):
-        return dataset
-    prompts = [[{"role": "user", "content": text}] for text in dataset["prompt"]]
-    return dataset.remove_columns("prompt").add_column("prompt", prompts)
-
-
-def _with_row_ids(dataset: Dataset | None) -> Dataset | None:
-    if dataset is None or "row_id" in dataset.column_names:
-        return dataset
-    return dataset.add_column("row_id", list(range(len(dataset))))
-
-
-def _user_text(prompt: str | list[dict]) -> str:
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
-
-
-def _prompt_with_pictures(row: dict):
-    if not row.get("images"):
-        return row["prompt"]
-    parts = [{"type": "image", "image": image} for image in row["images"]]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": _user_text(row["prompt"])}]}]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import JanusForConditionalGeneration, PreTrainedModel, ProcessorMixin
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
@@ -99,6 +100,9 @@ class JanusForInterleavedGeneration(JanusForConditionalGeneration):
                     f"{pretrained_model_name_or_path}: {len(keys)} {kind.replace('_', ' ')}, the first: {keys[:3]}. "
                     "The folder does not hold a whole Janus checkpoint; training would start from random weights."
                 )
+        # Under ZeRO-3 transformers keeps renamings that no key needed too, and saving would revert them: other names.
+        if (conversions := getattr(model, "_weight_conversions", None)) is not None:
+            model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory, *args, is_main_process: bool = True, **kwargs):
@@ -191,7 +195,8 @@ class JanusForInterleavedGeneration(JanusForConditionalGeneration):
             temperature: text logits are divided by it.
             image_temperature: guided image logits are divided by it.
             logp_guidance: `guided` scores the distribution that was sampled, `conditional` the unguided one.
-            detach_unconditional: run the unconditional stream without gradient.
+            detach_unconditional: run the unconditional stream of the language model without gradient. The image head
+                still gets gradient through both streams; what is below it learns from the conditional one alone.
             all_modalities: run vision tower, image embeddings and image head even where the batch does not need
                 them, so that all ranks of a mixed run use the same sub-networks.
             num_items_in_batch: divisor of the loss; the number of scored labels if absent.
@@ -212,7 +217,8 @@ class JanusForInterleavedGeneration(JanusForConditionalGeneration):
             input_ids, attention_mask, pixel_values, guided, detach_unconditional, all_modalities
         )
 
-        text_hidden, bias = hidden[scored & ~at_image], self.text_bias(draws, hidden)
+        # In a mixed run the mask must not depend on which other rows are in the batch: one for all.
+        text_hidden, bias = hidden[scored & ~at_image], self.text_bias(draws or all_modalities, hidden)
         text = _score(text_hidden, self.lm_head.weight, bias, targets[scored & ~at_image], temperature)
         forbidden = bias[targets[scored & ~at_image]] != 0
         text = [value.masked_fill(forbidden, 0) for value in text]
@@ -236,7 +242,7 @@ class JanusForInterleavedGeneration(JanusForConditionalGeneration):
         self, input_ids, attention_mask, pixel_values, guided: bool, detach_unconditional: bool, all_modalities: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states `[B, L-1, H]` that predict the next ids: conditional, and unconditional where guided."""
-        embeds = self._embed_with_images(input_ids, pixel_values, all_modalities)
+        embeds = self.embed_prompts(input_ids, pixel_values, all_modalities)
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if not guided:
@@ -256,7 +262,9 @@ class JanusForInterleavedGeneration(JanusForConditionalGeneration):
             inputs_embeds=inputs_embeds, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         ).last_hidden_state
 
-    def _embed_with_images(self, input_ids, pixel_values, all_modalities: bool) -> torch.Tensor:
+    def embed_prompts(
+        self, input_ids: torch.LongTensor, pixel_values: torch.Tensor | None, all_modalities: bool = False
+    ) -> torch.Tensor:
         """Joint embeddings with the features of input pictures at their placeholders, `[B, L, H]`.
 
         A batch without image codes belongs to image-to-text: there the vision tower always runs, on a blank picture
@@ -288,6 +296,11 @@ def _score(
     TRL's kernel projects in tiles, accumulates in float32 and recomputes in the backward: `[N, V]` never exists. The
     head's weight is read outside of its module call, so it is gathered under ZeRO-3.
     """
+    if bias is not None and not isinstance(bias, nn.Parameter) and is_deepspeed_zero3_enabled():
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        # The kernel's backward asks weight and bias alike whether they are sharded; the text mask never is.
+        bias.ds_status = ZeroParamStatus.AVAILABLE
     with maybe_gather_lm_head_ctx(weight, bias if isinstance(bias, nn.Parameter) else None):
         log_probs, entropy, _, _, top1 = ChunkedLogProbFunction.apply(
             hidden, weight, bias, targets, temperature, VOCABULARY_CHUNK, None, 1.0, ("entropy", "is_top1")

@@ -1,6 +1,5 @@
 """Recipe YAML and command line -> checked arguments, with one clear message where something is wrong."""
 
-import difflib
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -11,7 +10,7 @@ import yaml
 from transformers import PretrainedConfig
 from trl import TrlParser
 
-from .configs import check_batch_sizes
+from .configs import check_batch_sizes, did_you_mean
 
 # Hub ids of converted checkpoints, for who comes with an original one.
 CONVERTED = "deepseek-community/Janus-Pro-1B or deepseek-community/Janus-Pro-7B"
@@ -47,8 +46,7 @@ class RecipeParser(TrlParser):
 
 def unknown_option(name: str, known: dict[str, Any], where: str) -> str:
     """The message for an option that does not exist."""
-    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else " `--help` lists all options."
+    hint = did_you_mean(name.replace("-", "_"), known) or " `--help` lists all options."
     return f"{where}: there is no option {name!r}.{hint}"
 
 
@@ -100,6 +98,8 @@ def resolve_model(name: str | None, revision: str | None = None) -> str:
         name = str(Path(__file__).parent / "tiny" / "checkpoint")
     try:
         config, _ = PretrainedConfig.get_config_dict(name, revision=revision)
+        if not config:
+            raise OSError("it has no config.json")
     except OSError as error:
         raise ValueError(
             f"model_name_or_path = {name}: no checkpoint found ({str(error).splitlines()[0]}). Give a folder with a "

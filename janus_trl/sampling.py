@@ -5,124 +5,32 @@ on the number of processes or on chunking. Log-probs are those of the distributi
 replay of `JanusForInterleavedGeneration.forward` up to rounding.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from PIL import Image
 from tqdm.auto import tqdm
 from transformers import DynamicCache, ProcessorMixin
 
+from .engine import DecodeEngine
+from .engine_sampling import EngineChunk
+from .kernels import sample_ids
 from .modeling import FORBIDDEN_LOGIT, JanusForInterleavedGeneration, SpecialIds, guide
+from .prompts import encode_prompts
+from .rollouts import (
+    Rollout,
+    SamplingSettings,
+    answers,
+    check_finite,
+    decode_codes,
+    interleave,
+    row_seed,
+    row_uniforms,
+    score_rollout,
+)
 
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """What a rollout samples.
-
-    Attributes:
-        task: `t2i` or `i2t`.
-        max_text_length: most text tokens: reasoning before the image (`t2i`, 0: image at once) or answer (`i2t`).
-        guidance_scale: w of `u + w (c - u)` on image logits, >= 1; at 1 the unconditional stream is not run.
-        temperature, image_temperature: of text and of image codes.
-        logp_guidance: which log-probs of the codes are returned: `guided` (as sampled) or `conditional`.
-        greedy: take the likeliest id instead of sampling.
-        batch_size: rows at a time, which bounds memory; all if None.
-    """
-
-    task: str = "t2i"
-    max_text_length: int = 0
-    guidance_scale: float = 1.0
-    temperature: float = 1.0
-    image_temperature: float = 1.0
-    logp_guidance: str = "guided"
-    greedy: bool = False
-    batch_size: int | None = None
-
-
-@dataclass
-class Rollout:
-    """Rows of a rollout, as lists because their lengths differ.
-
-    Attributes:
-        prompt_ids: ids of each prompt, without padding.
-        completion_ids: joint ids: text, `<begin_of_image>`, codes, `<end_of_image>`, eos (`t2i`) or text (`i2t`).
-        logprobs: log-probs of the sampled ids, 0 where `env_mask` is 0.
-        env_mask: 1 where the id was sampled, 0 where it was forced.
-        images: the decoded pictures (`t2i`), else empty.
-    """
-
-    prompt_ids: list[list[int]] = field(default_factory=list)
-    completion_ids: list[list[int]] = field(default_factory=list)
-    logprobs: list[list[float]] = field(default_factory=list)
-    env_mask: list[list[int]] = field(default_factory=list)
-    images: list[Image.Image] = field(default_factory=list)
-
-    def extend(self, other: "Rollout") -> None:
-        """Append the rows of `other`."""
-        for name, rows in vars(self).items():
-            rows.extend(getattr(other, name))
-
-
-def row_seed(*parts: int | str) -> int:
-    """A 63-bit seed from what identifies a row, e.g. `row_seed(seed, "train", step, row)`; equal on all machines."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def row_uniforms(seeds: list[int], length: int) -> torch.Tensor:
-    """One uniform number in [0, 1) per row and step, `[len(seeds), length]`, float32 on CPU, drawn ahead."""
-    rows = [torch.rand(length, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    return torch.stack(rows) if rows else torch.empty(0, length)
-
-
-def sample_ids(log_probs: torch.Tensor, uniforms: torch.Tensor) -> torch.LongTensor:
-    """Inverse-CDF sampling: `[B, K]` log-probs (float32) and `[B]` uniforms -> `[B]` ids.
-
-    The target is kept below the total, so that an id of probability 0 is never chosen whatever the rounding.
-    """
-    cdf = log_probs.exp().cumsum(-1)
-    total = cdf[:, -1]
-    target = torch.minimum(uniforms.to(cdf) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target.unsqueeze(-1), right=True).squeeze(-1)
-
-
-def encode_prompts(processor: ProcessorMixin, prompts: list, images: list[list[Image.Image]] | None = None) -> dict:
-    """Chat template, left padding and input pictures -> `input_ids`, `attention_mask` `[B, P]`, `pixel_values`.
-
-    Args:
-        prompts: user texts, or conversations in TRL's form (their pictures are taken from the messages).
-        images: pictures of each row, for prompts that are texts.
-    """
-    conversations = [_conversation(p, images[i] if images else []) for i, p in enumerate(prompts)]
-    texts = [processor.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
-    pictures = [[part["image"] for m in c for part in m["content"] if part["type"] == "image"] for c in conversations]
-    has_pictures = any(pictures)
-    encoded = processor(
-        text=texts, images=pictures if has_pictures else None, padding=True, padding_side="left", return_tensors="pt"
-    )
-    return {
-        "input_ids": encoded["input_ids"],
-        "attention_mask": encoded["attention_mask"],
-        "pixel_values": encoded["pixel_values"] if has_pictures else None,
-        "num_images": [len(row) for row in pictures],
-    }
-
-
-def _conversation(prompt: str | list[dict], images: list[Image.Image]) -> list[dict]:
-    """A conversation whose contents are lists of typed parts, in which None-valued keys are dropped."""
-    if isinstance(prompt, str):
-        parts = [{"type": "image", "image": image} for image in images]
-        return [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
-    messages = []
-    for message in prompt:
-        content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        parts = [{key: value for key, value in part.items() if value is not None} for part in parts]
-        messages.append({"role": message["role"], "content": parts})
-    return messages
+__all__ = ["Rollout", "SamplingSettings", "decode_codes", "rollout", "row_seed", "row_uniforms", "score_rollout"]
 
 
 @torch.no_grad()
@@ -134,7 +42,10 @@ def rollout(
     seeds: list[int],
     images: list[list[Image.Image]] | None = None,
     any_rank: Callable[[bool], bool] = bool,
+    any_rank_fails: Callable[[bool], bool] | None = None,
     progress: bool = False,
+    engine: DecodeEngine | None = None,
+    decode: bool = True,
 ) -> Rollout:
     """Sample one completion per prompt.
 
@@ -143,18 +54,29 @@ def rollout(
         prompts: user texts or conversations; see `encode_prompts`.
         seeds: one seed per row, see `row_seed`.
         any_rank: whether a flag is true on any rank; needed where every forward is a collective.
+        any_rank_fails: the same for the one check at the end, so that all ranks raise together; `any_rank` if None.
         progress: show a bar over the tokens.
+        engine: decodes with fixed buffers and captured steps, its weights up to date; without one, plainly.
+        decode: turn the codes into pictures.
 
     Returns:
         A `Rollout` with one row per prompt, in order.
+
+    Raises:
+        FloatingPointError: on all ranks, if a log-prob is NaN or infinite on any.
     """
     result, size = Rollout(), settings.batch_size or max(len(prompts), 1)
     with _evaluating(model):
         for start in range(0, len(prompts), size):
             rows = slice(start, start + size)
-            batch = encode_prompts(processor, prompts[rows], images[rows] if images else None)
-            sampler = _Sampler(model, settings, seeds[rows], any_rank, progress)
-            result.extend(sampler.run(batch))
+            pictures = images[rows] if images else None
+            if engine is not None:
+                chunk = EngineChunk(engine, model, settings, seeds[rows], any_rank, progress, decode)
+                result.extend(chunk.run(processor, prompts[rows], pictures, size))
+                continue
+            sampler = _Sampler(model, settings, seeds[rows], any_rank, progress, decode)
+            result.extend(sampler.run(encode_prompts(processor, prompts[rows], pictures)))
+    check_finite(result, any_rank_fails or any_rank)
     return result
 
 
@@ -172,8 +94,9 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 class _Sampler:
     """One chunk of rows. The slots of the cache are the columns of `self.mask`; a row that ended leaves holes."""
 
-    def __init__(self, model, settings: SamplingSettings, seeds: list[int], any_rank, progress: bool):
-        self.model, self.settings, self.any_rank, self.progress = model, settings, any_rank, progress
+    def __init__(self, model, settings: SamplingSettings, seeds: list[int], any_rank, progress: bool, decode: bool):
+        self.model, self.settings, self.any_rank = model, settings, any_rank
+        self.progress, self.decode = progress, decode
         self.special: SpecialIds = model.special_ids
         self.device = model.lm_head.weight.device
         self.draws = settings.task == "t2i"
@@ -191,24 +114,17 @@ class _Sampler:
         pixel_values = batch["pixel_values"]
         if pixel_values is not None:
             pixel_values = pixel_values.to(self.device)
-        embeds = self.model._embed_with_images(input_ids, pixel_values, False) if not self.draws else None
-        if embeds is None:
-            embeds = self.model.embed_joint_ids(input_ids)
+        embeds = (
+            self.model.embed_joint_ids(input_ids) if self.draws else self.model.embed_prompts(input_ids, pixel_values)
+        )
         position_ids = (self.mask.cumsum(-1) - 1).clamp(min=0)
         last = self._forward(embeds, position_ids, self.cache)  # [B, H]
         text = self._sample_text(last)
         prompts = [ids[keep.bool()].tolist() for ids, keep in zip(input_ids, batch["attention_mask"], strict=True)]
         if not self.draws:
-            ids, logps, counts = text
-            rows = [slice(count) for count in counts]
-            return Rollout(
-                prompt_ids=prompts,
-                completion_ids=[row[keep] for row, keep in zip(ids, rows, strict=True)],
-                logprobs=[row[keep] for row, keep in zip(logps, rows, strict=True)],
-                env_mask=[[1] * count for count in counts],
-            )
+            return answers(prompts, text)
         codes, code_logps = self._sample_codes()
-        return self._interleave(prompts, text, codes, code_logps)
+        return interleave(self.model, prompts, text, codes, code_logps, self.decode)
 
     def _forward(self, embeds: torch.Tensor, position_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """Append `embeds` `[B, T, H]` to the cache; hidden state of the last one, `[B, H]`."""
@@ -304,23 +220,3 @@ class _Sampler:
         for ours, other in zip(self.cache.layers, cache.layers, strict=True):
             ours.keys = torch.cat([ours.keys, other.keys])
             ours.values = torch.cat([ours.values, other.values])
-
-    def _interleave(self, prompts: list, text: tuple, codes: torch.LongTensor, code_logps: torch.Tensor) -> Rollout:
-        """Joint completions; `<begin_of_image>` where it was not sampled, `<end_of_image>` and eos are forced."""
-        special, result = self.special, Rollout(prompt_ids=prompts, images=decode_codes(self.model, codes))
-        end = [i for i in (special.end_of_image, special.eos[0]) if i is not None]
-        joint = (codes + self.model.vocab_size).tolist()
-        for ids, logps, count, row, row_logps in zip(*text, joint, code_logps.tolist(), strict=True):
-            opened = count > 0 and ids[count - 1] == special.begin_of_image
-            forced = [] if opened else [special.begin_of_image]
-            result.completion_ids.append(ids[:count] + forced + row + end)
-            result.logprobs.append(logps[:count] + [0.0] * len(forced) + row_logps + [0.0] * len(end))
-            result.env_mask.append([1] * count + [0] * len(forced) + [1] * len(row) + [0] * len(end))
-        return result
-
-
-def decode_codes(model: JanusForInterleavedGeneration, codes: torch.LongTensor) -> list[Image.Image]:
-    """Image codes `[B, N]` -> RGB pictures of the size in the config, values clamped to -1 … 1 and rounded."""
-    pixels = model.decode_image_tokens(codes).float().clamp(-1, 1)  # [B, S, S, 3]
-    pixels = ((pixels + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
-    return [Image.fromarray(picture) for picture in pixels]

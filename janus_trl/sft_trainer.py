@@ -1,20 +1,24 @@
 """SFT for Janus: cross-entropy on reasoning, image codes and answers, through the forward that RL scores with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import PeftConfig
 from PIL import Image, ImageOps
+from torch.utils.data import DataLoader
 from torchvision.transforms.functional import pil_to_tensor
 from transformers import JanusProcessor, PreTrainedModel
 from trl import SFTTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx, pad
 
 from .configs import JanusSFTConfig
+from .loading import processor_for
 from .modeling import JanusForInterleavedGeneration, SpecialIds, bind_special_ids
-from .sampling import encode_prompts
+from .prompts import encode_prompts
 from .trainable import freeze_for_task, trainable_table
 
 
@@ -43,28 +47,72 @@ class JanusSFTTrainer(SFTTrainer):
         callbacks: list | None = None,
         peft_config: PeftConfig | None = None,
     ):
+        processing_class = processor_for(model, processing_class)
+        refuse_edits(train_dataset, "train_dataset")
+        refuse_edits(eval_dataset, "eval_dataset")
+        init_kwargs = args.model_init_kwargs
         if isinstance(model, str):
-            processing_class = processing_class or JanusProcessor.from_pretrained(model)
-            model = JanusForInterleavedGeneration.from_pretrained(model, **(args.model_init_kwargs or {}))
-            args.model_init_kwargs = None
+            model = JanusForInterleavedGeneration.from_pretrained(model, **(init_kwargs or {}))
         bind_special_ids(model, processing_class)
         train_dataset = with_image_codes(train_dataset, model)
         eval_dataset = with_image_codes(eval_dataset, model)
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=JointCollator.of(model, processing_class, args.guidance_dropout),
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            peft_config=peft_config,
-        )
+        try:
+            args.model_init_kwargs = None  # TRL refuses them beside a loaded model
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=JointCollator.of(model, processing_class, args.guidance_dropout),
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                peft_config=peft_config,
+            )
+        finally:
+            args.model_init_kwargs = init_kwargs
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         base.__dict__.pop("forward", None)  # TRL's fused head on the instance knows one vocabulary
         freeze_for_task(base, "both", with_adapter=is_peft_model(self.model))
         if self.accelerator.is_main_process:
             print(trainable_table(base))
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+        """As in transformers, but no row is blanked: the loss of held-out rows has to repeat."""
+        collator = self.data_collator
+        self.data_collator = replace(collator, guidance_dropout=0.0)
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = collator
+
+
+def refuse_edits(dataset: Dataset | None, name: str) -> None:
+    """Refuse rows with input pictures and a target picture; reads list lengths only, decodes no picture.
+
+    Raises:
+        ValueError: naming data set and row.
+    """
+    if dataset is None or "images" not in dataset.column_names:
+        return
+    targets = [column for column in ("image", "image_codes") if column in dataset.column_names]
+    start = 0
+    for table in dataset.select_columns(["images", *targets]).with_format("arrow").iter(1000) if targets else ():
+        given, drawn = _filled(table["images"]), [_filled(table[column]) for column in targets]
+        both = [row for row, (has, *draws) in enumerate(zip(given, *drawn, strict=True)) if has and any(draws)]
+        if both:
+            raise ValueError(
+                f"{name}, row {start + both[0]}: it has input pictures (images) and a target picture (image). A "
+                "picture that is drawn from pictures is not supported: leave images empty, or give completion "
+                "instead of image."
+            )
+        start += len(table)
+
+
+def _filled(column: pa.ChunkedArray) -> list[bool]:
+    """Where a column holds something: a value that is not null, and for lists not empty either."""
+    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    filled = pc.greater(pc.list_value_length(column), 0) if is_list else pc.is_valid(column)
+    return pc.fill_null(filled, False).to_pylist()
 
 
 def with_image_codes(

@@ -35,3 +35,27 @@ def model(janus_folder, processor):
     model = JanusForInterleavedGeneration.from_pretrained(janus_folder, dtype=torch.float32)
     bind_special_ids(model, processor)
     return model.eval()
+
+
+@pytest.fixture
+def trainer_of(janus_folder, tmp_path):
+    """Builds a trainer with settings for a CPU and four completions a step."""
+    from janus_trl.configs import JanusGRPOConfig
+    from janus_trl.grpo_trainer import JanusGRPOTrainer
+    from tests.grpo import ascending, pictures_dataset, prompts_dataset
+
+    def build(reward_funcs=ascending, dataset=None, model=janus_folder, eval_dataset=None, peft=None, **settings):
+        defaults = {
+            "output_dir": str(tmp_path), "report_to": "none", "per_device_train_batch_size": 4, "num_generations": 4,
+            "max_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "gradient_checkpointing": False,
+            "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "guidance_scale": 2.0,
+        }  # fmt: skip
+        if settings.get("task") == "i2t":
+            defaults["max_completion_length"] = 4
+            dataset = dataset or pictures_dataset()
+        args = JanusGRPOConfig(**{**defaults, **settings})
+        return JanusGRPOTrainer(
+            model, reward_funcs, args, dataset or prompts_dataset(), eval_dataset, peft_config=peft
+        )  # fmt: skip
+
+    return build

@@ -55,16 +55,23 @@ def configure(argv: list[str]) -> GRPORun:
             f"({', '.join(rewards.names)}). Give one weight per reward."
         )
     check_reward_rows(script.reward_funcs, train)
+    prompts = args.generation_batch_size // args.num_generations
+    if len(train) < prompts:  # the sampler drops what does not fill a rollout: the run would end without a step
+        raise ValueError(
+            f"{len(train)} training rows are fewer than the {prompts} prompts of a rollout "
+            f"({args.generation_batch_size} completions / num_generations {args.num_generations}). Use more rows, or "
+            "lower per_device_train_batch_size or gradient_accumulation_steps."
+        )
     return GRPORun(script, args, model, train, splits["test"], rewards)
 
 
 def summary(run: GRPORun) -> str:
     """One line: what a step is."""
     args = run.args
-    prompts = args.generation_batch_size // args.num_generations
+    size, group = args.generation_batch_size, args.num_generations
     held_out = f", {len(run.test)} held-out rows" if run.test is not None else ""
     return (
-        f"{args.task}: {prompts} prompts x {args.num_generations} completions = {args.generation_batch_size} a rollout, "
+        f"{args.task}: {size // group} prompts x {group} completions = {size} a rollout, "
         f"{len(run.train)} training rows{held_out}, rewards: {', '.join(run.rewards.names)}"
     )
 

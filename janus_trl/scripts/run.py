@@ -55,11 +55,13 @@ def finish(trainer) -> None:
         print(closing_line(trainer.evaluations, trainer.args.output_dir))
 
 
-def closing_line(evaluations: list[tuple[int, list[float]]], folder: str) -> str:
+def closing_line(evaluations: list[tuple[int, dict[int, float]]], folder: str) -> str:
     """Held-out reward before and after, with the standard error of the row-wise difference."""
     if len(evaluations) < 2:
         return f"Done. Checkpoints, curve and samples are in {folder}."
     (first, before), (last, after) = evaluations[0], evaluations[-1]
+    both = sorted(before.keys() & after.keys())
+    before, after = [before[row] for row in both], [after[row] for row in both]
     gains = [b - a for a, b in zip(before, after, strict=True)]
     gain = statistics.fmean(gains)
     error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0

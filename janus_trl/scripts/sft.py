@@ -44,9 +44,13 @@ def configure(argv: list[str]) -> SFTRun:
     model.model_name_or_path = resolve_model(model.model_name_or_path, model.model_revision)
     tasks = ("t2i", "i2t") if script.task == "both" else (script.task,)
     parts = [limit_rows(load_training_dataset(script, task, stage="sft"), script) for task in tasks]
-    train = concatenate_datasets([part["train"] for part in parts])
     tests = [part["test"] for part in parts if part["test"] is not None]
-    return SFTRun(script, args, model, train, concatenate_datasets(tests) if tests else None)
+    return SFTRun(script, args, model, joined([part["train"] for part in parts]), joined(tests) if tests else None)
+
+
+def joined(parts: list[Dataset]) -> Dataset:
+    """The rows of all parts; concatenation alone would drop the transform that decodes pictures."""
+    return concatenate_datasets(parts).with_transform(parts[0].format["format_kwargs"]["transform"])
 
 
 def train(run: SFTRun, argv: list[str]) -> JanusSFTTrainer:

@@ -1,0 +1,58 @@
+"""The parts of TRL and transformers that are relied on."""
+
+import inspect
+
+import pytest
+import transformers
+import trl
+import trl.kernels
+import trl.models.utils
+import trl.trainer.utils
+
+SIGNATURES = {
+    "trl.GRPOTrainer._get_per_token_logps_and_entropies": (
+        "self model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss pixel_values "
+        "image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
+        "mm_token_type_ids image_position_ids"
+    ),
+    "trl.GRPOTrainer._calculate_rewards": "self inputs prompts completions completion_ids_list",
+    "trl.GRPOTrainer._get_train_sampler": "self dataset",
+    "trl.GRPOTrainer._compute_loss": "self model inputs",
+    "trl.GRPOTrainer._generate_and_score_completions": "self inputs",
+    "trl.GRPOTrainer.training_step": "self model inputs num_items_in_batch",
+    "transformers.Trainer._get_grad_norm": "self model grad_norm",
+    "transformers.Trainer._run_epoch": (
+        "self model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval "
+        "start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"
+    ),
+    "transformers.Trainer.get_eval_dataloader": "self eval_dataset",
+    "trl.trainer.utils.RepeatSampler": "data_source mini_repeat_count batch_size repeat_count shuffle seed",
+    "trl.kernels.ChunkedLogProbFunction.forward": (
+        "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
+    ),
+    "trl.trainer.utils.create_model_from_path": "model_id architecture kwargs",
+    "trl.trainer.utils.maybe_gather_lm_head_ctx": "params",
+    "trl.models.utils.unwrap_model_for_generation": (
+        "model accelerator gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs"
+    ),
+    "trl.trainer.utils.get_callable_name": "func",
+    "trl.trainer.utils.is_async_callable": "func",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_that_are_relied_on(name):
+    parts = name.split(".")[1:]
+    found = {"trl": trl, "transformers": transformers}[name.split(".")[0]]
+    for part in parts:
+        found = getattr(found, part)
+    found = inspect.unwrap(found)
+    assert list(inspect.signature(found).parameters) == SIGNATURES[name].split()
+
+
+def test_the_calls_that_are_relied_on_are_in_the_source_of_trl():
+    scoring = inspect.getsource(inspect.unwrap(trl.GRPOTrainer._get_per_token_logps_and_entropies))
+    assert "labels=labels, fused_lm_head=True)" in scoring and "outputs.log_probs" in scoring
+    generate = inspect.getsource(trl.GRPOTrainer._generate)
+    assert "self.rollout_func(prompts, self)" in generate and 'extra_fields.pop("env_mask", None)' in generate
+    assert "rollout_func" in inspect.signature(trl.GRPOTrainer.__init__).parameters
