@@ -16,6 +16,7 @@ from .configs import JanusGRPOConfig
 from .engine import DecodeEngine, supports
 from .loading import check_model, model_name, processor_for
 from .metrics import drift, masked_mean, peak_memory_gib
+from .model_card import write_model_card
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
 from .prompts import conversational, prompt_with_pictures, user_text, with_row_ids
 from .reward_guard import guard, raise_on_all_ranks
@@ -299,6 +300,10 @@ class JanusGRPOTrainer(GRPOTrainer):
         """The weighted reward of each held-out row that was scored in the last evaluation, by row number."""
         scored = {row: [t for t in totals if t == t] for row, totals in sorted(self._eval_rewards.items())}
         return {row: sum(totals) / len(totals) for row, totals in scored.items() if totals}
+
+    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
+        """TRL's card speaks of text generation; this one is about Janus."""
+        write_model_card(self, "GRPO", self.task, model_name)
 
     def sample_rows(self, rows: int) -> list[dict]:
         """The first held-out rows with fixed seeds: `prompt`, `image`, `reasoning`, `reward`; every rank calls it."""

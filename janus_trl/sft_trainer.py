@@ -17,6 +17,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx, pad
 
 from .configs import JanusSFTConfig
 from .loading import processor_for
+from .model_card import write_model_card
 from .modeling import JanusForInterleavedGeneration, SpecialIds, bind_special_ids
 from .prompts import encode_prompts
 from .trainable import freeze_for_task, trainable_table
@@ -75,6 +76,10 @@ class JanusSFTTrainer(SFTTrainer):
         freeze_for_task(base, "both", with_adapter=is_peft_model(self.model))
         if self.accelerator.is_main_process:
             print(trainable_table(base))
+
+    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
+        """TRL's card speaks of text generation; this one is about Janus."""
+        write_model_card(self, "SFT", None, model_name)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
         """As in transformers, but no row is blanked: the loss of held-out rows has to repeat."""

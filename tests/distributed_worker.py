@@ -109,7 +109,7 @@ def build_trainer(name: str, scenario: Scenario, folder: str, output: Path, proc
     # With adam_epsilon 1e-8 the first update of a weight whose gradient is rounding noise is the sign of the noise.
     lengths = {"max_reasoning_length": 6} if draws else {"max_completion_length": 8}
     options = {
-        "output_dir": str(output / name), "task": scenario.task, "max_steps": STEPS, "learning_rate": 1e-3,
+        "output_dir": str(output / name), "task": scenario.task, "max_steps": STEPS, "learning_rate": 3e-4,
         "adam_epsilon": 1e-6, "lr_scheduler_type": "constant", "per_device_train_batch_size": per_device,
         "gradient_accumulation_steps": scenario.accumulation, "per_device_eval_batch_size": 4 // processes,
         "num_generations": GLOBAL_BATCH if draws else GLOBAL_BATCH // 2, "shuffle_dataset": False, "bf16": False,

@@ -115,9 +115,9 @@ def test_gradient_norms_are_those_of_one_process(two, one, scenario):
 @pytest.mark.parametrize(("launcher", "scenario"), LONG_CASES)
 def test_three_steps_lead_to_the_log_probs_of_one_process(two, one, folder, scenario):
     reference = log_probs(final(one, scenario), folder, scenario)
-    assert (log_probs(final(two, scenario), folder, scenario) - reference).abs().max() < 3e-5
+    assert (log_probs(final(two, scenario), folder, scenario) - reference).abs().max() < 1e-5
     if not scenario.endswith("lora"):
-        assert (log_probs(Path(folder), folder, scenario) - reference).abs().max() > 1
+        assert (log_probs(Path(folder), folder, scenario) - reference).abs().max() > 0.1  # training moved them
 
 
 @pytest.mark.parametrize(("launcher", "scenario"), [case for case in CASES if case[1] in ("t2i_full", "t2i_lora")])

@@ -51,6 +51,7 @@ def finish(trainer) -> None:
         trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
+    trainer.create_model_card()
     if trainer.accelerator.is_main_process:
         print(closing_line(trainer.evaluations, trainer.args.output_dir))
 

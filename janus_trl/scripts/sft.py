@@ -67,6 +67,7 @@ def train(run: SFTRun, argv: list[str]) -> JanusSFTTrainer:
     trainer.train(resume_from_checkpoint=resume_point(run.args))
     trainer.save_model()
     trainer.save_state()
+    trainer.create_model_card()
     return trainer
 
 
