@@ -174,4 +174,4 @@ def test_an_adapter_whose_base_is_gone_is_refused(capsys, tmp_path):
 def test_a_dry_run_loads_no_weights(capsys, monkeypatch):
     monkeypatch.setattr(JanusForInterleavedGeneration, "from_pretrained", None)
     evaluate.main([*T2I, "--dry_run", "true"])
-    assert capsys.readouterr().out == "t2i: 256 rows of tiny, rewards: tiny_world\n"
+    assert capsys.readouterr().out == "t2i: 512 rows of tiny, rewards: tiny_world\n"

@@ -14,7 +14,7 @@ from janus_trl.tiny.questions import KINDS, LETTERS, answer_text, caption_row, c
 from janus_trl.tiny.world import SPLITS, Scene, plan_text, render, sample_scene, split_of
 
 TASKS = ("t2i", "i2t")
-SIZES = {"train": 2048, "validation": 128, "test": 256}
+SIZES = {"train": 2048, "validation": 128, "test": 512}
 SFT_SIZES = {"train": 8192, "validation": 256, "test": 256}
 _TEXT = Value("string")
 _T2I = Features({"prompt": _TEXT, "demands": _TEXT, "category": _TEXT})
