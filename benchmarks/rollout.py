@@ -93,7 +93,7 @@ class Bench:
             embeds = self.model.prepare_embeddings_for_image_generation(code.repeat_interleave(2, 0))
 
     def image_inputs(self) -> dict[str, torch.Tensor]:
-        encoded = encode_prompts(self.processor, self.prompts)
+        encoded = encode_prompts(self.processor, self.prompts, draws=True)
         ids = encoded["input_ids"].to(self.model.lm_head.weight.device)
         opener = torch.full((len(ids), 1), self.model.special_ids.begin_of_image, device=ids.device)
         ids = torch.cat([ids, opener], 1)

@@ -36,6 +36,11 @@ _UNSUPPORTED_IN_SFT = {
     "label_smoothing_factor": (0.0, "transformers computes it from logits of one vocabulary, joint ids have two"),
 }
 
+TEMPLATE_HELP = (
+    "Text with `{prompt}` around every user text, e.g. an instruction that asks for a plan; rewards get the user text "
+    "alone. Unset: the one that the checkpoint was trained with, or none."
+)
+
 
 @dataclass
 class JanusGRPOConfig(GRPOConfig):
@@ -86,6 +91,7 @@ class JanusGRPOConfig(GRPOConfig):
         default=0, metadata={"help": "Write a grid of held-out samples every so many steps; 0: at start and end."}
     )
     num_samples: int = field(default=8, metadata={"help": "Held-out prompts in the sample grid; 0: no grid."})
+    prompt_template: str | None = field(default=None, metadata={"help": TEMPLATE_HELP})
 
     # TRL and transformers defaults, set on purpose
     log_multimodal: bool = field(
@@ -122,6 +128,7 @@ class JanusGRPOConfig(GRPOConfig):
         at_least(self, "rollout_batch_size", 1, "leave it unset to sample all rows at once")
         at_least(self, "sample_steps", 0, "0 draws the grid at start and end only")
         at_least(self, "num_samples", 0, "0 draws no grid")
+        check_prompt_template(self)
         for name in ("temperature", "image_temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must be > 0. Use 1.0 to sample the model as it is.")
@@ -142,6 +149,36 @@ class JanusSFTConfig(SFTConfig):
         default=0.1,
         metadata={"help": "Share of t2i rows whose prompt and reasoning are blanked as guidance blanks them."},
     )
+    text_loss_weight: float = field(
+        default=1.0, metadata={"help": "Weight of the loss of reasoning, answers, `<end_of_image>` and eos."}
+    )
+    image_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the loss of image codes."})
+    begin_of_image_loss_weight: float = field(
+        default=1.0,
+        metadata={"help": "Weight of the loss of `<begin_of_image>`; 0 where it is always forced (no reasoning)."},
+    )
+    prompt_template: str | None = field(default=None, metadata={"help": TEMPLATE_HELP})
+    codes_cache_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder of the cache of image codes; `janus_trl_codes` in the cache of datasets if unset."},
+    )
+    num_samples: int = field(
+        default=8, metadata={"help": "Held-out t2i prompts in the grid of each evaluation; 0: no grid."}
+    )
+    eval_guidance_scale: float = field(
+        default=5.0, metadata={"help": "guidance_scale in sample grids, >= 1; the default of JanusGRPOConfig."}
+    )
+    max_reasoning_length: int | None = field(
+        default=None,
+        metadata={"help": "Most text tokens before the image in sample grids; unset: the longest in their rows."},
+    )
+    train_sampling_strategy: str = field(
+        default="group_by_length",
+        metadata={
+            "help": "Batches of rows of like length, which saves padding; `random` mixes tasks in every batch.",
+            "choices": ["random", "sequential", "group_by_length", "batch_rebalance"],
+        },
+    )
     remove_unused_columns: bool | None = field(default=False, metadata={"help": "The collator reads raw columns."})
     max_length: int | None = field(default=None, metadata={"help": "Unsupported: image codes cannot be cut."})
 
@@ -151,10 +188,25 @@ class JanusSFTConfig(SFTConfig):
         if self.max_length is not None or self.packing:
             raise ValueError("max_length and packing are not supported: image codes cannot be cut. Remove them.")
         refuse_unsupported(self, _UNSUPPORTED_IN_SFT)
+        self._check_fields()
         self.dataset_kwargs = {**(self.dataset_kwargs or {}), "skip_prepare_dataset": True}
         select_backend(self)
         super().__post_init__()
         check_world_size(self)
+
+    def _check_fields(self) -> None:
+        weights = ("text_loss_weight", "image_loss_weight", "begin_of_image_loss_weight")
+        for name in weights:
+            at_least(self, name, 0, "0 leaves these labels out of the loss")
+        at_least(self, "num_samples", 0, "0 draws no grid")
+        at_least(self, "eval_guidance_scale", 1, "1 is no guidance, Janus was published with 5")
+        at_least(self, "max_reasoning_length", 0, "0 opens the image at once")
+        check_prompt_template(self)
+        if self.loss_type == "dft" and any(getattr(self, name) != 1 for name in weights):
+            raise ValueError(
+                f"loss_type = 'dft' is not supported with weights of labels ({', '.join(weights)}): they would change "
+                "the probabilities it multiplies with. Set loss_type: nll or all weights to 1."
+            )
 
 
 @dataclass
@@ -166,6 +218,21 @@ class JanusScriptArguments:
         metadata={"help": "`tiny` (embedded), a .txt/.jsonl/.csv/.parquet file, a folder, or a Hub id."},
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    dataset_format: str | None = field(
+        default=None,
+        metadata={
+            "help": "Published layout: prompts, reasongen_rl, reasongen_sft, t2i_r1, geneval, geometry3k or "
+            "vqa; unset for rows that have our columns."
+        },
+    )
+    dataset_mixture: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Instead of dataset_name: mappings {name, weight} with task, config, format, train_split, "
+            "test_split and the column fields where they differ."
+        },
+    )
+    dataset_seed: int = field(default=0, metadata={"help": "Seed of a mixture's order and of a layout's choices."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split that is trained on."})
     dataset_test_split: str | None = field(default=None, metadata={"help": "Held-out split for evaluation and grids."})
     dataset_streaming: bool = field(default=False, metadata={"help": "Unsupported: groups need a sampler."})
@@ -175,6 +242,16 @@ class JanusScriptArguments:
     image_column: str | None = field(default=None, metadata={"help": "i2t: column of the picture or pictures."})
     answer_column: str = field(default="answer", metadata={"help": "i2t: column of the gold answer."})
     choices_column: str | None = field(default=None, metadata={"help": "i2t: column of the option texts."})
+    validate_rows: int = field(
+        default=1000, metadata={"help": "Rows looked at before weights load, evenly spaced; 0: none, -1: all."}
+    )
+    bad_rows: str = field(
+        default="error",
+        metadata={"help": "`error` refuses data with a bad row; `skip` drops such rows, which checks them all."},
+    )
+    max_image_pixels: int | None = field(
+        default=None, metadata={"help": "Larger pictures are refused; PIL's limit of 179 million pixels if unset."}
+    )
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={"help": "Names, dotted paths (my_pkg.mod.fn, module:function) or mappings {name, weight, args}."},
@@ -188,6 +265,16 @@ def one_of(config, name: str, allowed: tuple[str, ...]) -> None:
     value = getattr(config, name)
     if value not in allowed:
         raise ValueError(f"{name} = {value!r} must be one of: {', '.join(allowed)}.{did_you_mean(value, allowed)}")
+
+
+def check_prompt_template(config) -> None:
+    """Refuse a `prompt_template` that has no place for the user's text."""
+    template = config.prompt_template
+    if template is not None and "{prompt}" not in template:
+        raise ValueError(
+            f"prompt_template = {template!r} must contain {{prompt}}, the place of the user's text. "
+            'Write e.g. prompt_template: "Plan the picture first. {prompt}", or leave it unset.'
+        )
 
 
 def did_you_mean(name, known: Iterable[str]) -> str:

@@ -3,18 +3,24 @@
 Rows have `prompt` (the user's own text, no template). `i2t` rows have `images` (a list, empty for none) and usually
 `answer` and `choices`; for supervised training there is `reasoning`, and `image` (t2i) or `completion` (i2t). All other
 columns are kept for the rewards. Pictures come out as RGB whenever a row is read (see `load_image`).
+
+`load_dataset_splits` needs no model. `janus_trl.data_report.validated` then looks at the rows as the model will see
+them, and neutralises control strings.
 """
 
 import difflib
-import os
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
 
-from janus_trl.data_checks import NO_STREAMING, check_choice, check_dataset, check_images
-from janus_trl.images import load_image
+from janus_trl.adapters import adapt, check_format
+from janus_trl.data_checks import BAD_ROWS, NO_STREAMING, check_choice, check_dataset, check_images, drop_bad_rows
+from janus_trl.data_mixture import MixtureEntry, entries_of_task, mixed, parse_mixture
+from janus_trl.data_rows import undecoded, with_row_reader, with_stored_pictures
+from janus_trl.data_sources import check_dataset_file, folder_of, is_text_file, load_source
+from janus_trl.images import limit_image_size, load_image
 
 __all__ = [
     "check_dataset",
@@ -27,7 +33,28 @@ __all__ = [
 
 TASKS = ("t2i", "i2t")
 STAGES = ("grpo", "sft")
-BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set and how its columns are called (see `load_dataset_splits`)."""
+
+    name: str | None
+    config: str | None = None
+    format: str | None = None
+    text_column: str = "prompt"
+    image_column: str | None = None
+    answer_column: str = "answer"
+    choices_column: str | None = None
+
+    def renamed(self) -> dict[str, str | None]:
+        """The columns that the recipe names, by field; None where it has the default."""
+        return {
+            "text_column": None if self.text_column == "prompt" else self.text_column,
+            "image_column": self.image_column,
+            "answer_column": None if self.answer_column == "answer" else self.answer_column,
+            "choices_column": self.choices_column,
+        }
 
 
 def load_training_dataset(script_args: Any, task: str, stage: str = "grpo", with_test: bool = True) -> dict:
@@ -36,42 +63,57 @@ def load_training_dataset(script_args: Any, task: str, stage: str = "grpo", with
     Returns:
         `{"train": Dataset, "test": Dataset or None}`; without `with_test` the test split is not loaded.
     """
+    limit_image_size(script_args.max_image_pixels)
     return load_dataset_splits(
         script_args.dataset_name,
         task=task,
         stage=stage,
         dataset_config=script_args.dataset_config,
+        dataset_format=script_args.dataset_format,
+        mixture=script_args.dataset_mixture,
         train_split=script_args.dataset_train_split,
-        test_split=script_args.dataset_test_split if with_test else None,
+        test_split=script_args.dataset_test_split,
+        with_test=with_test,
         text_column=script_args.text_column,
         image_column=script_args.image_column,
         answer_column=script_args.answer_column,
         choices_column=script_args.choices_column,
         streaming=script_args.dataset_streaming,
+        bad_rows=script_args.bad_rows,
+        seed=script_args.dataset_seed,
     )
 
 
 def load_dataset_splits(
-    dataset_name: str,
+    dataset_name: str | None = None,
     *,
     task: str,
     stage: str = "grpo",
     dataset_config: str | None = None,
-    train_split: str = "train",
+    dataset_format: str | None = None,
+    mixture: list[Mapping] | None = None,
+    train_split: str | None = "train",
     test_split: str | None = None,
+    with_test: bool = True,
     text_column: str = "prompt",
     image_column: str | None = None,
     answer_column: str = "answer",
     choices_column: str | None = None,
     streaming: bool = False,
+    bad_rows: str = "error",
+    seed: int = 0,
 ) -> dict[str, datasets.Dataset | None]:
-    """Load and check the splits of a data set.
+    """Load and check the splits of a data set, or of a mixture of several.
 
     Args:
         dataset_name: `tiny` (the embedded world: splits train, validation, test), a file (.txt with one prompt per
             line, .jsonl, .json, .csv, .parquet), a folder, or a Hub id.
         task: `t2i` or `i2t`.
         stage: `grpo` or `sft`, which needs target columns too.
+        dataset_format: A published layout (see `janus_trl.adapters`); unset for data that has our columns.
+        mixture: In place of `dataset_name`, mappings with `name`, `weight` and whatever differs from the other
+            arguments: `config`, `format`, `train_split`, `test_split`, the columns; and `task`, if the entry is for one
+            task only. See `janus_trl.data_mixture`.
         train_split: Name of a split, also a slice such as `train[:90%]`.
         test_split: The same; None for no test split.
         text_column: Becomes `prompt`. A .txt file has only this one.
@@ -80,6 +122,9 @@ def load_dataset_splits(
         answer_column: Becomes `answer`.
         choices_column: Becomes `choices`, a list of option texts per row.
         streaming: Refused, with the reason.
+        bad_rows: What to do with rows without prompt or with missing pictures: `error` refuses the data set, `skip`
+            drops them and says how many.
+        seed: Of the choices that a layout makes, and of the order of a mixture.
 
     Raises:
         ValueError: One line that names the field, the value and what is there instead: missing files, splits and
@@ -87,114 +132,84 @@ def load_dataset_splits(
     """
     check_choice("task", task, TASKS)
     check_choice("stage", stage, STAGES)
+    check_choice("bad_rows", bad_rows, BAD_ROWS)
     if streaming:
         raise ValueError(NO_STREAMING)
-    check_dataset_file(dataset_name, dataset_config)
-    columns = _wanted_columns(task, stage, text_column, image_column, answer_column, choices_column)
-    splits: dict[str, datasets.Dataset | None] = {"train": None, "test": None}
-    for key, split in (("train", train_split), ("test", test_split)):
-        if split is not None:
-            dataset = _load(dataset_name, dataset_config, f"dataset_{key}_split", split, task, stage)
-            splits[key] = _prepare(dataset, columns, task, stage, dataset_name)
-    return splits
+    source = Source(
+        dataset_name, dataset_config, dataset_format, text_column, image_column, answer_column, choices_column
+    )
+    entries = entries_of_task(parse_mixture(mixture, dataset_name, source, train_split, test_split), task)
+    for entry in entries:
+        check_dataset_file(entry.source.name, entry.source.config)
+        check_format(entry.source.format, task)
+    used = {"train": entries, "test": entries if with_test else []}
+    return {key: _load_split(used[key], key, task, stage, bad_rows, seed) for key in used}
 
 
-def check_dataset_file(dataset_name: str | None, dataset_config: str | None = None) -> None:
-    """Cheap check of `dataset_name`: a local file must exist, hold something and be of a known type.
-
-    Raises:
-        ValueError: One line naming the field and the value.
-    """
-    if not dataset_name:
-        raise ValueError("dataset_name is missing; give `tiny`, a file, a folder or a Hub id.")
-    path = Path(dataset_name).expanduser()
-    known = ", ".join(BUILDERS)
-    if path.is_file():
-        if path.suffix.lower() not in BUILDERS:
-            raise ValueError(f"dataset_name is '{dataset_name}'; files of type {known} can be read.")
-        if path.stat().st_size == 0:
-            raise ValueError(f"dataset_name is '{dataset_name}'; the file is empty.")
-    elif not path.is_dir() and dataset_name != "tiny" and _looks_local(dataset_name):
-        siblings = os.listdir(path.parent) if path.parent.is_dir() else []
-        nearest = difflib.get_close_matches(path.name, siblings, n=1)
-        hint = f" Did you mean '{path.parent / nearest[0]}'?" if nearest else ""
-        raise ValueError(
-            f"dataset_name is '{dataset_name}'; there is no such file or folder (working folder: {os.getcwd()}).{hint}"
-        )
-    if dataset_config is not None and (path.is_file() or dataset_name == "tiny"):
-        raise ValueError(
-            f"dataset_config is '{dataset_config}', but '{dataset_name}' has no configurations; remove it."
-        )
+def _load_split(
+    entries: list[MixtureEntry], key: str, task: str, stage: str, bad_rows: str, seed: int
+) -> datasets.Dataset | None:
+    """The rows of all entries that have the split `train` or `test`; None if none has it."""
+    used = [entry for entry in entries if entry.split(key) is not None]
+    rows = [_load_entry(entry, key, task, stage, bad_rows, seed, alone=len(used) == 1) for entry in used]
+    if len(rows) < 2:
+        return rows[0] if rows else None
+    # Held-out rows are not repeated: they follow one another, each once.
+    weights = [entry.weight for entry in used] if key == "train" else None
+    return with_row_reader(mixed(rows, weights, seed, [entry.source.name for entry in used]), None)
 
 
-def _looks_local(name: str) -> bool:
-    # A Hub id is `name` or `owner/name`, without a file suffix.
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix.lower() in BUILDERS
-
-
-def _load(name: str, config: str | None, field: str, split: str, task: str, stage: str) -> datasets.Dataset:
-    path = Path(name).expanduser()
-    if name == "tiny" and not path.exists():
-        from janus_trl.tiny.datasets import tiny_dataset, tiny_sft_dataset
-
-        check_choice(field, split, ("train", "validation", "test"))
-        return (tiny_sft_dataset if stage == "sft" else tiny_dataset)(task, split)
-    try:
-        if path.is_file():
-            builder = BUILDERS[path.suffix.lower()]
-            dataset = datasets.load_dataset(builder, data_files={"train": str(path)}, split=split)
-        elif (path / "dataset_dict.json").is_file():
-            saved = datasets.load_from_disk(str(path))
-            check_choice(field, split, tuple(saved))
-            dataset = saved[split]
-        elif (path / "state.json").is_file():
-            dataset = datasets.load_from_disk(str(path))
-        else:
-            dataset = datasets.load_dataset(str(path) if path.is_dir() else name, config, split=split)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0].rstrip(".")
-        raise ValueError(f"dataset_name is '{name}' ({field}: {split}); it cannot be loaded: {reason}.") from error
-    return _drop_trailing_blank_lines(dataset) if path.suffix.lower() == ".txt" else dataset
-
-
-def _drop_trailing_blank_lines(dataset: datasets.Dataset) -> datasets.Dataset:
-    lines = list(dataset["text"])
-    count = len(lines)
-    while count and not lines[count - 1].strip():
-        count -= 1
-    return dataset.select(range(count))
-
-
-def _wanted_columns(
-    task: str, stage: str, text: str, image: str | None, answer: str, choices: str | None
-) -> dict[str, tuple[str, str | None, bool]]:
-    """`{our name: (field, column given, required)}`."""
-    target = stage == "sft" and task == "t2i"
-    wanted = {"prompt": ("text_column", text, True)}
-    wanted["image" if target else "images"] = ("image_column", image, target or image is not None)
-    wanted["answer"] = ("answer_column", answer, answer != "answer")
-    wanted["choices"] = ("choices_column", choices, choices is not None)
-    if stage == "sft" and task == "i2t":
-        wanted["completion"] = ("completion", "completion", True)
-    return wanted
-
-
-def _prepare(dataset: Any, columns: dict, task: str, stage: str, name: str) -> datasets.Dataset:
+def _load_entry(
+    entry: MixtureEntry, key: str, task: str, stage: str, bad_rows: str, seed: int, alone: bool
+) -> datasets.Dataset:
+    """The rows of one source with our columns, checked."""
+    source = entry.source
+    dataset = load_source(source.name, source.config, f"dataset_{key}_split", entry.split(key), task, stage)
     if not isinstance(dataset, datasets.Dataset):
         raise ValueError(NO_STREAMING)
-    if Path(name).suffix.lower() == ".txt":
-        dataset = dataset.rename_column("text", columns["prompt"][1])
-    for ours, (field, given, required) in columns.items():
+    dataset = _with_our_columns(undecoded(dataset), source, task, stage, seed)
+    folder = folder_of(source.name)
+    if not alone:
+        dataset, folder = with_stored_pictures(dataset, folder), None
+    dataset = with_row_reader(dataset, folder)
+    target = "image" if stage == "sft" and task == "t2i" else None
+    if bad_rows == "skip":
+        dataset = drop_bad_rows(dataset, task, target, source.name)
+    check_dataset(dataset, task, target=target, open_first=bad_rows == "error")
+    return dataset
+
+
+def _with_our_columns(dataset: datasets.Dataset, source: Source, task: str, stage: str, seed: int) -> datasets.Dataset:
+    if source.format is not None:
+        dataset = adapt(dataset, source.format, seed, source.renamed())
+        if task == "t2i" and stage == "grpo" and "image" in dataset.column_names:
+            dataset = dataset.remove_columns("image")  # the target of supervised training
+        source = replace(source, **Source(None).renamed() | {"text_column": "prompt", "answer_column": "answer"})
+    elif is_text_file(source.name):
+        dataset = dataset.rename_column("text", source.text_column)
+    if stage == "sft" and task == "i2t" and source.format is not None and "completion" not in dataset.column_names:
+        answers = dataset.select_columns(["answer"]).rename_column("answer", "completion")
+        dataset = datasets.concatenate_datasets([dataset, answers], axis=1)
+    for ours, (field, given, required) in _wanted_columns(source, task, stage).items():
         dataset = _map_column(dataset, ours, field, given, required, task)
     if "images" not in dataset.column_names and task == "i2t":
         dataset = dataset.add_column("images", [None] * len(dataset))
     if stage == "sft" and "reasoning" not in dataset.column_names:
         dataset = dataset.add_column("reasoning", [""] * len(dataset))
-    path = Path(name).expanduser()
-    folder = str(path.parent if path.is_file() else path) if path.exists() else None
-    dataset = _undecoded(dataset).with_transform(partial(_read_rows, folder=folder))
-    check_dataset(dataset, task, target="image" if "image" in columns else None)
     return dataset
+
+
+def _wanted_columns(source: Source, task: str, stage: str) -> dict[str, tuple[str, str | None, bool]]:
+    """`{our name: (field, column given, required)}`."""
+    target = stage == "sft" and task == "t2i"
+    image, choices = source.image_column, source.choices_column
+    wanted = {"prompt": ("text_column", source.text_column, True)}
+    wanted["image" if target else "images"] = ("image_column", image, target or image is not None)
+    wanted["answer"] = ("answer_column", source.answer_column, source.answer_column != "answer")
+    wanted["choices"] = ("choices_column", choices, choices is not None)
+    if stage == "sft" and task == "i2t":
+        wanted["completion"] = ("completion", "completion", True)
+    return wanted
 
 
 def _map_column(dataset: datasets.Dataset, ours: str, field: str, given: str | None, required: bool, task: str):
@@ -213,37 +228,3 @@ def _map_column(dataset: datasets.Dataset, ours: str, field: str, given: str | N
     if ours in dataset.column_names:
         dataset = dataset.remove_columns(ours)  # the column that was asked for takes its place
     return dataset.rename_column(source, ours)
-
-
-def _undecoded(dataset: datasets.Dataset) -> datasets.Dataset:
-    """The same data set with pictures left as stored bytes and paths, so that `load_image` sees them."""
-
-    def plain(feature: Any) -> Any:
-        if isinstance(feature, datasets.Image):
-            return datasets.Image(decode=False)
-        return datasets.List(plain(feature.feature)) if isinstance(feature, datasets.List) else feature
-
-    info = dataset.info.copy()
-    info.features = datasets.Features({name: plain(feature) for name, feature in dataset.features.items()})
-    # The stored form is the same: no cast, which would write all pictures to disk again.
-    return datasets.Dataset(dataset.flatten_indices().data, info=info, split=dataset.split)
-
-
-def _read_rows(batch: dict[str, list], folder: str | None) -> dict[str, list]:
-    """Transform of a batch of rows: pictures to RGB, `images` to lists."""
-    if "images" in batch:
-        batch["images"] = [[_read(cell, folder) for cell in _as_list(cells)] for cells in batch["images"]]
-    if "image" in batch:
-        batch["image"] = [None if cell is None else _read(cell, folder) for cell in batch["image"]]
-    return batch
-
-
-def _read(cell: Any, folder: str | None) -> Any:
-    path = cell.get("path") if isinstance(cell, dict) and cell.get("bytes") is None else cell
-    if folder and isinstance(path, str) and len(path) < 4096 and os.path.isfile(os.path.join(folder, path)):
-        return load_image(os.path.join(folder, path))  # paths are relative to the file or folder that holds the rows
-    return load_image(cell)
-
-
-def _as_list(cells: Any) -> list:
-    return [] if cells is None else cells if isinstance(cells, list) else [cells]

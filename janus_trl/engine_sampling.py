@@ -33,7 +33,7 @@ class EngineChunk:
         """Sample; `capacity` is the size of a whole chunk, for which buffers are made."""
         different, where = different_prompts(prompts, images)
         pictures = [images[i] for i in different] if images else None
-        batch = encode_prompts(processor, [prompts[i] for i in different], pictures)
+        batch = encode_prompts(processor, [prompts[i] for i in different], pictures, self.draws)
         encoded = zip(batch["input_ids"], batch["attention_mask"], strict=True)
         different = [ids[mask.bool()] for ids, mask in encoded]
         self._start(different, where, batch["pixel_values"], capacity)

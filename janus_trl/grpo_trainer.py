@@ -18,7 +18,7 @@ from .loading import check_model, model_name, processor_for
 from .metrics import drift, masked_mean, peak_memory_gib
 from .model_card import write_model_card
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
-from .prompts import conversational, prompt_with_pictures, user_text, with_row_ids
+from .prompts import bind_prompt_template, conversational, prompt_with_pictures, user_text, with_row_ids
 from .reward_guard import guard, raise_on_all_ranks
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .trainable import freeze_for_task, trainable_table
@@ -63,6 +63,7 @@ class JanusGRPOTrainer(GRPOTrainer):
                 "folder, or set beta: 0.0."
             )
         processing_class = processor_for(model, processing_class)
+        bind_prompt_template(processing_class, args.prompt_template)
         self.task = args.task
         self._last_scores = None
         self._engine: DecodeEngine | None = None

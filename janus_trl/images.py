@@ -21,8 +21,8 @@ _BITS_16 = 256  # 16-bit values over 8-bit values
 def load_image(source: Any, name: str | None = None) -> Image.Image:
     """Read a picture from anywhere and return a new RGB picture, upright and opaque; `source` is left as it was.
 
-    Transparency is laid on white, 16-bit grey is scaled down by 256, EXIF orientation is applied, CMYK and other modes
-    go through PIL's conversion.
+    Transparency (of a palette too) is laid on white, 16-bit grey is scaled down by 256, EXIF orientation is applied, an
+    animation gives its first frame, and CMYK and other modes go through PIL's conversion. Pictures keep their size.
 
     Args:
         source: PIL picture, path, file content as bytes, `{"bytes": ..., "path": ...}` (the form `datasets` stores), a
@@ -41,13 +41,25 @@ def load_image(source: Any, name: str | None = None) -> Image.Image:
             return _to_rgb(ImageOps.exif_transpose(image))
     except Image.DecompressionBombError as error:
         raise ValueError(
-            f"image {name} is too large: {error} Scale it down, or raise PIL.Image.MAX_IMAGE_PIXELS "
-            f"(now {Image.MAX_IMAGE_PIXELS})."
+            f"image {name} is too large: {error} Scale it down, or raise max_image_pixels in the recipe "
+            f"(PIL.Image.MAX_IMAGE_PIXELS is {Image.MAX_IMAGE_PIXELS}, and twice as many are read)."
         ) from error
     except _PIL_ERRORS as error:
         if isinstance(error, _SourceError):
             raise
         raise ValueError(f"image {name} cannot be read: {error}".rstrip(".") + ".") from error
+
+
+def limit_image_size(pixels: int | None) -> None:
+    """Refuse pictures with more pixels from now on, in the whole process; None leaves PIL's limit.
+
+    Raises:
+        ValueError: The number is not positive.
+    """
+    if pixels is not None:
+        if pixels < 1:
+            raise ValueError(f"max_image_pixels is {pixels}; give a number of pixels, or leave it unset.")
+        Image.MAX_IMAGE_PIXELS = -(-pixels // 2)  # PIL warns above its limit, and refuses above twice the limit
 
 
 class _SourceError(ValueError):

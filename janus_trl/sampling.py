@@ -75,7 +75,7 @@ def rollout(
                 result.extend(chunk.run(processor, prompts[rows], pictures, size))
                 continue
             sampler = _Sampler(model, settings, seeds[rows], any_rank, progress, decode)
-            result.extend(sampler.run(encode_prompts(processor, prompts[rows], pictures)))
+            result.extend(sampler.run(encode_prompts(processor, prompts[rows], pictures, settings.task == "t2i")))
     check_finite(result, any_rank_fails or any_rank)
     return result
 

@@ -1,25 +1,25 @@
 """SFT for Janus: cross-entropy on reasoning, image codes and answers, through the forward that RL scores with."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import PeftConfig
-from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
-from torchvision.transforms.functional import pil_to_tensor
 from transformers import JanusProcessor, PreTrainedModel
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
-from trl.trainer.utils import maybe_gather_lm_head_ctx, pad
+from trl.models.utils import unwrap_model_for_generation
 
 from .configs import JanusSFTConfig
+from .image_codes import with_image_codes
 from .loading import processor_for
 from .model_card import write_model_card
-from .modeling import JanusForInterleavedGeneration, SpecialIds, bind_special_ids
-from .prompts import encode_prompts
+from .modeling import JanusForInterleavedGeneration, bind_special_ids
+from .prompts import bind_prompt_template
+from .sampling import Rollout, SamplingSettings, rollout, row_seed
+from .sft_data import JointCollator, LossWeights, first_drawn, refuse_edits
 from .trainable import freeze_for_task, trainable_table
 
 
@@ -32,7 +32,7 @@ class JanusSFTTrainer(SFTTrainer):
         train_dataset: rows with `prompt`, and `image` (the target picture) with an optional `reasoning`, or
             `completion` (the answer, behind an optional `reasoning`) with optional input pictures `images`.
         eval_dataset: held-out rows of the same form.
-        processing_class: a `JanusProcessor`; that of the model by default.
+        processing_class: a `JanusProcessor`; that of the model by default. It takes on `args.prompt_template`.
         peft_config: e.g. from `janus_trl.configs.lora_config`.
     """
 
@@ -49,37 +49,80 @@ class JanusSFTTrainer(SFTTrainer):
         peft_config: PeftConfig | None = None,
     ):
         processing_class = processor_for(model, processing_class)
+        bind_prompt_template(processing_class, args.prompt_template)
         refuse_edits(train_dataset, "train_dataset")
         refuse_edits(eval_dataset, "eval_dataset")
         init_kwargs = args.model_init_kwargs
         if isinstance(model, str):
             model = JanusForInterleavedGeneration.from_pretrained(model, **(init_kwargs or {}))
         bind_special_ids(model, processing_class)
-        train_dataset = with_image_codes(train_dataset, model)
-        eval_dataset = with_image_codes(eval_dataset, model)
+        collator = JointCollator.of(model, processing_class, args.guidance_dropout)
+        self._losses: dict[str, torch.Tensor] = {}
+        self._length_sampler: LengthGroupedSampler | None = None
         try:
             args.model_init_kwargs = None  # TRL refuses them beside a loaded model
             super().__init__(
                 model=model,
                 args=args,
-                data_collator=JointCollator.of(model, processing_class, args.guidance_dropout),
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
+                data_collator=collator,
+                train_dataset=prepare(train_dataset, model, collator, args),
+                eval_dataset=prepare(eval_dataset, model, collator, args),
                 processing_class=processing_class,
                 callbacks=callbacks,
                 peft_config=peft_config,
             )
         finally:
             args.model_init_kwargs = init_kwargs
-        base = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        base.__dict__.pop("forward", None)  # TRL's fused head on the instance knows one vocabulary
-        freeze_for_task(base, "both", with_adapter=is_peft_model(self.model))
+        self.base_model.__dict__.pop("forward", None)  # TRL's fused head on the instance knows one vocabulary
+        freeze_for_task(self.base_model, "both", with_adapter=is_peft_model(self.model))
         if self.accelerator.is_main_process:
-            print(trainable_table(base))
+            print(trainable_table(self.base_model))
+
+    @property
+    def base_model(self) -> JanusForInterleavedGeneration:
+        """The Janus model inside adapter and wrappers."""
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         """TRL's card speaks of text generation; this one is about Janus."""
         write_model_card(self, "SFT", None, model_name)
+
+    # Loss ------------------------------------------------------------------------------------------------------------
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """TRL's loss, divided by the number of labels as there, with the log-prob of each label times its weight."""
+        args, labels = self.args, inputs["labels"][:, 1:]
+        weights = LossWeights(args.text_loss_weight, args.image_loss_weight, args.begin_of_image_loss_weight)
+        weights = weights.of(labels, self.base_model)
+
+        def weighted(**kwargs):
+            outputs = model(**kwargs)
+            if not kwargs.get("fused_lm_head"):  # TRL asks for logits too where `compute_metrics` needs them
+                return outputs
+            self._count_losses(outputs.log_probs.detach(), labels)
+            outputs.log_probs = outputs.log_probs * weights
+            return outputs
+
+        return super().compute_loss(weighted, inputs, return_outputs, num_items_in_batch)
+
+    def _count_losses(self, log_probs: torch.Tensor, labels: torch.LongTensor) -> None:
+        """Add to the sum of losses and the number of labels of each modality, of all ranks; collective."""
+        is_code, is_text = labels >= self.base_model.vocab_size, (labels >= 0) & (labels < self.base_model.vocab_size)
+        parts = [part for where in (is_text, is_code) for part in (-log_probs[where].sum(), where.sum())]
+        counted = self.accelerator.reduce(torch.stack([part.double() for part in parts]))
+        mode = "train" if self.model.training else "eval"
+        self._losses[mode] = self._losses.get(mode, 0) + counted
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds `loss/text` and `loss/image`: the mean negative log-prob of a label since the last log, unweighted."""
+        mode = "train" if self.model.training else "eval"
+        if mode in self._losses:
+            text, texts, image, images = self._losses.pop(mode).tolist()
+            means = {"text": text / texts if texts else None, "image": image / images if images else None}
+            self._metrics[mode].update({f"loss/{name}": [mean] for name, mean in means.items() if mean is not None})
+        super().log(logs, start_time)
+
+    # Data ------------------------------------------------------------------------------------------------------------
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
         """As in transformers, but no row is blanked: the loss of held-out rows has to repeat."""
@@ -90,125 +133,62 @@ class JanusSFTTrainer(SFTTrainer):
         finally:
             self.data_collator = collator
 
+    def _get_train_sampler(self, train_dataset: Dataset | None = None):
+        """With a generator of its own: the global one moves with the blanked rows, apart on every rank."""
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.lengths = list(sampler.lengths)  # a column would be read row by row
+            sampler.generator = torch.Generator()
+            self._length_sampler = sampler
+        return sampler
 
-def refuse_edits(dataset: Dataset | None, name: str) -> None:
-    """Refuse rows with input pictures and a target picture; reads list lengths only, decodes no picture.
+    def _run_epoch(self, model, epoch, *args, **kwargs):
+        """Shuffle by seed and epoch, so that a resumed run sees the rows of a straight one."""
+        if self._length_sampler is not None:
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            self._length_sampler.generator.manual_seed(seed + epoch)
+        return super()._run_epoch(model, epoch, *args, **kwargs)
 
-    Raises:
-        ValueError: naming data set and row.
-    """
-    if dataset is None or "images" not in dataset.column_names:
-        return
-    targets = [column for column in ("image", "image_codes") if column in dataset.column_names]
-    start = 0
-    for table in dataset.select_columns(["images", *targets]).with_format("arrow").iter(1000) if targets else ():
-        given, drawn = _filled(table["images"]), [_filled(table[column]) for column in targets]
-        both = [row for row, (has, *draws) in enumerate(zip(given, *drawn, strict=True)) if has and any(draws)]
-        if both:
-            raise ValueError(
-                f"{name}, row {start + both[0]}: it has input pictures (images) and a target picture (image). A "
-                "picture that is drawn from pictures is not supported: leave images empty, or give completion "
-                "instead of image."
-            )
-        start += len(table)
+    # Samples ---------------------------------------------------------------------------------------------------------
+
+    def sample_rows(self, rows: int) -> list[dict]:
+        """Draw the first held-out `t2i` rows with fixed seeds: `prompt`, `image`, `reasoning`; every rank calls it."""
+        inputs = first_drawn(self.eval_dataset, rows)
+        if not inputs:
+            return []
+        length = self.args.max_reasoning_length
+        if length is None:
+            tokenizer = self.processing_class.tokenizer
+            length = max(len(tokenizer(row["reasoning"], add_special_tokens=False)["input_ids"]) for row in inputs)
+        # One more for the `<begin_of_image>` that ends a reasoning.
+        settings = SamplingSettings("t2i", length and length + 1, self.args.eval_guidance_scale)
+        result = self._sample([row["prompt"] for row in inputs], settings)
+        texts = self.processing_class.batch_decode(result.completion_ids, skip_special_tokens=True)
+        return [
+            {"image": picture, "prompt": row["prompt"], "reasoning": text}
+            for row, picture, text in zip(inputs, result.images, texts, strict=True)
+        ]
+
+    def _sample(self, prompts: list[str], settings: SamplingSettings) -> Rollout:
+        """One completion per prompt with the current weights, the same on every rank."""
+        seeds = [row_seed(self.args.seed, "samples", i) for i in range(len(prompts))]
+        checkpointing = self.args.gradient_checkpointing_kwargs
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped, self.accelerator, gradient_checkpointing_kwargs=checkpointing
+            ) as model,
+            self.accelerator.autocast(),
+        ):
+            base = model.get_base_model() if is_peft_model(model) else model
+            return rollout(base, self.processing_class, prompts, settings, seeds)
 
 
-def _filled(column: pa.ChunkedArray) -> list[bool]:
-    """Where a column holds something: a value that is not null, and for lists not empty either."""
-    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    filled = pc.greater(pc.list_value_length(column), 0) if is_list else pc.is_valid(column)
-    return pc.fill_null(filled, False).to_pylist()
-
-
-def with_image_codes(
-    dataset: Dataset | None, model: JanusForInterleavedGeneration, batch_size: int = 64
+def prepare(
+    dataset: Dataset | None, model: JanusForInterleavedGeneration, collator: JointCollator, args: JanusSFTConfig
 ) -> Dataset | None:
-    """Add `image_codes`: the VQ codes of each row's target picture, `[]` for rows without one."""
-    if dataset is None or "image" not in dataset.column_names:
+    """Rows with codes in the place of target pictures, and for grouping with their lengths."""
+    dataset = with_image_codes(dataset, model, args.codes_cache_dir, device=args.device)
+    grouped = args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
+    if dataset is None or not grouped or args.length_column_name in dataset.column_names:
         return dataset
-    codes: list[list[int]] = []
-    for start in range(0, len(dataset), batch_size):
-        pictures = dataset[start : start + batch_size]["image"]
-        encoded = iter(encode_pictures(model, [p for p in pictures if p is not None]))
-        codes.extend([] if p is None else next(encoded) for p in pictures)
-    return dataset.remove_columns("image").add_column("image_codes", codes)
-
-
-@torch.no_grad()
-def encode_pictures(model: JanusForInterleavedGeneration, pictures: list[Image.Image]) -> list[list[int]]:
-    """VQ codes `[N]` of each picture, cropped to a square first; values are -1 … 1 as in decoding."""
-    if not pictures:
-        return []
-    vq = model.model.vqmodel
-    side = vq.quantize.quant_state_dims[0] * 2 ** (len(vq.config.channel_multiplier) - 1)
-    pixels = torch.stack([_square(picture, side) for picture in pictures])  # [N, 3, side, side]
-    with maybe_gather_lm_head_ctx(*vq.parameters()):
-        weight = vq.quantize.embedding.weight
-        codes = vq.encode(pixels.to(weight.device, weight.dtype)).image_tokens
-    return codes.view(len(pictures), -1).tolist()
-
-
-def _square(picture: Image.Image, side: int) -> torch.Tensor:
-    """The largest centred square, resized; `[3, side, side]` in -1 … 1, the range in which codes are decoded."""
-    picture = ImageOps.fit(picture.convert("RGB"), (side, side), Image.Resampling.BICUBIC)
-    return pil_to_tensor(picture).float() / 127.5 - 1
-
-
-@dataclass
-class JointCollator:
-    """Rows -> left-aligned joint ids with labels, padded right.
-
-    Labels are -100 on prompt and padding. `t2i` rows end in `<begin_of_image>`, codes, `<end_of_image>`, eos, as in a
-    rollout. A share `guidance_dropout` of them is blanked exactly as the sampler blanks its unconditional stream;
-    there only codes are labels, since the blanked text is no text to learn.
-    """
-
-    processor: JanusProcessor
-    special: SpecialIds
-    vocab_size: int
-    guidance_dropout: float = 0.0
-
-    @classmethod
-    def of(cls, model: JanusForInterleavedGeneration, processor: JanusProcessor, guidance_dropout: float):
-        """A collator with the ids of `model`."""
-        return cls(processor, model.special_ids, model.vocab_size, guidance_dropout)
-
-    def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
-        encoded = encode_prompts(self.processor, [r["prompt"] for r in rows], [r.get("images") or [] for r in rows])
-        ids, labels = [], []
-        for row, prompt, mask in zip(rows, encoded["input_ids"], encoded["attention_mask"], strict=True):
-            prompt = prompt[mask.bool()]
-            completion = torch.tensor(self.completion_ids(row))
-            row_ids = torch.cat([prompt, completion])
-            row_labels = torch.cat([torch.full_like(prompt, -100), completion])
-            if row.get("image_codes") and torch.rand(()) < self.guidance_dropout:
-                row_ids, row_labels = self.blank(row_ids, row_labels)
-            ids.append(row_ids)
-            labels.append(row_labels)
-        batch = {
-            "input_ids": pad(ids, self.special.pad),
-            "attention_mask": pad([torch.ones_like(i) for i in ids], 0),
-            "labels": pad(labels, -100),
-            "all_modalities": True,
-        }
-        if encoded["pixel_values"] is not None:
-            batch["pixel_values"] = encoded["pixel_values"]
-        return batch
-
-    def completion_ids(self, row: dict) -> list[int]:
-        """Joint ids of the completion: reasoning and picture, or answer."""
-        special, tokenizer = self.special, self.processor.tokenizer
-        codes = row.get("image_codes")
-        parts = [row.get("reasoning"), None if codes else row.get("completion")]
-        text = " ".join(part for part in parts if part)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        if not codes:
-            return [*ids, special.eos[0]]
-        end = [i for i in (special.end_of_image, special.eos[0]) if i is not None]
-        return [*ids, special.begin_of_image, *(code + self.vocab_size for code in codes), *end]
-
-    def blank(self, ids: torch.LongTensor, labels: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
-        """The unconditional stream of `ids`, with labels on codes only."""
-        is_code = ids >= self.vocab_size
-        kept = (ids == self.special.bos) | (ids == self.special.begin_of_image) | is_code
-        return ids.masked_fill(~kept, self.special.pad), labels.masked_fill(~is_code, -100)
+    return dataset.add_column(args.length_column_name, collator.lengths(dataset))

@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from datasets import Dataset
 from PIL import Image
@@ -37,12 +38,17 @@ def main() -> None:
         output_dir=str(options.output / "sft"), max_steps=STEPS, learning_rate=1e-3, lr_scheduler_type="constant",
         per_device_train_batch_size=GLOBAL_BATCH // options.processes, guidance_dropout=0.0, logging_steps=1,
         report_to="none", disable_tqdm=True, bf16=False, save_strategy="no", train_sampling_strategy="sequential",
+        per_device_eval_batch_size=GLOBAL_BATCH // options.processes, codes_cache_dir=str(options.output / "codes"),
+        image_loss_weight=0.5, max_reasoning_length=2, eval_guidance_scale=2.0,
     )  # fmt: skip
     set_seed(args.seed)
-    trainer = JanusSFTTrainer(options.model, args, rows())
+    trainer = JanusSFTTrainer(options.model, args, rows(), eval_dataset=rows())
+    samples = [item["image"].tobytes().hex() for item in trainer.sample_rows(2)]
     trainer.train()
-    result = {"logs": [entry for entry in trainer.state.log_history if "grad_norm" in entry]}
+    result = {"logs": [entry for entry in trainer.state.log_history if "grad_norm" in entry], "samples": samples}
     result["image_codes"] = trainer.train_dataset["image_codes"][:]
+    result["eval"] = trainer.evaluate()
+    result["shards"] = [len(np.load(path)) for path in (options.output / "codes").glob("*/*.npy")]
     (options.output / f"sft.rank{args.process_index}.json").write_text(json.dumps(result))
 
 

@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +12,10 @@ import datasets
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from janus_trl.data import check_dataset, check_images, load_dataset_splits, load_image, load_training_dataset
+from janus_trl.images import limit_image_size
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder of real prompts and pictures is absent")
@@ -135,6 +139,60 @@ def test_decompression_bombs_are_refused_by_pils_guard(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(ValueError, match="too large.*MAX_IMAGE_PIXELS"):
         load_image(content)
+
+
+def test_a_huge_picture_is_refused_without_decoding_it():
+    content = encode(Image.new("1", (20_000, 20_000)))  # 50 kB that would become 1.2 GB
+    with pytest.raises(ValueError, match="too large.*400000000 pixels.*max_image_pixels"):
+        load_image(content)
+
+
+def test_the_limit_of_pixels_is_a_setting(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    limit_image_size(100)
+    assert load_image(encode(Image.new("L", (10, 10)))).size == (10, 10)
+    with pytest.raises(ValueError, match="too large"):
+        load_image(encode(Image.new("L", (20, 10))))
+    with pytest.raises(ValueError, match="max_image_pixels is 0"):
+        limit_image_size(0)
+
+
+def test_a_png_with_a_text_bomb_is_refused():
+    info = PngInfo()
+    info.add_text("comment", "a" * 100_000_000, zip=True)
+    with pytest.raises(ValueError, match="cannot be read: Decompressed data too large"):
+        load_image(encode(Image.new("L", (4, 4)), pnginfo=info))
+
+
+def test_of_an_animation_the_first_frame_counts():
+    frames = [Image.new("P", (4, 4), 1), Image.new("P", (4, 4), 2)]
+    for frame in frames:
+        frame.putpalette([0, 0, 0, 200, 0, 0, 0, 0, 200])
+    assert pixel(load_image(encode(frames[0], "GIF", save_all=True, append_images=frames[1:]))) == (200, 0, 0)
+
+
+def test_a_palette_with_a_transparent_entry_is_white_there_and_coloured_elsewhere():
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 200, 0, 0])
+    image.putpixel((1, 0), 1)
+    loaded = load_image(encode(image, transparency=bytes([0, 255])))
+    assert [loaded.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (200, 0, 0)]
+
+
+def test_48_bit_colour_keeps_its_high_bytes():
+    content = png_48_bit([(0x80FF, 0x0100, 0xFFFF)])
+    assert pixel(load_image(content)) == (0x80, 0x01, 0xFF)
+
+
+def png_48_bit(pixels: list[tuple[int, int, int]]) -> bytes:
+    """A PNG of one line with 16 bits a channel, which PIL cannot write."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    line = b"\0" + b"".join(struct.pack(">3H", *values) for values in pixels)
+    header = struct.pack(">IIBBBBB", len(pixels), 1, 16, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(line)) + chunk(b"IEND", b"")
 
 
 @needs_shared
@@ -324,7 +382,9 @@ def test_script_arguments_name_the_data_set(tmp_path):
     (tmp_path / "p.txt").write_text("a\nb\n")
     fields = dict(dataset_name=str(tmp_path / "p.txt"), dataset_config=None, dataset_streaming=False)
     fields |= dict(dataset_train_split="train", dataset_test_split="train[:1]", text_column="prompt")
-    arguments = SimpleNamespace(**fields, image_column=None, answer_column="answer", choices_column=None)
+    fields |= dict(image_column=None, answer_column="answer", choices_column=None, max_image_pixels=None)
+    fields |= dict(dataset_format=None, dataset_mixture=None, dataset_seed=0, bad_rows="error")
+    arguments = SimpleNamespace(**fields)
     splits = load_training_dataset(arguments, "t2i")
     assert (len(splits["train"]), len(splits["test"])) == (2, 1)
     assert load_training_dataset(arguments, "t2i", with_test=False)["test"] is None
@@ -340,17 +400,116 @@ def test_the_embedded_world_is_a_data_set():
         load("tiny", train_split="tset")
 
 
-@needs_shared
+# ------------------------------------------------------------------------------------------------------------ mixtures
+
+
+def text_file(path: Path, word: str, count: int) -> str:
+    path.write_text("".join(f"{word} {i}\n" for i in range(count)))
+    return str(path)
+
+
+def mixture(*entries, task="t2i", key="train", **options):
+    return load_dataset_splits(task=task, mixture=list(entries), **options)[key]
+
+
+def test_a_mixture_has_the_shares_of_its_weights_and_every_row(tmp_path):
+    a, b = text_file(tmp_path / "a.txt", "a", 600), text_file(tmp_path / "b.txt", "b", 100)
+    prompts = list(mixture({"name": a, "weight": 3}, {"name": b, "weight": 1})["prompt"])
+    assert 0.21 < sum(p.startswith("b") for p in prompts) / len(prompts) < 0.29
+    assert len(set(prompts)) == 700  # no row is lost, and b starts again when it is used up
+    assert 750 < len(prompts) < 900
+    scaled = mixture({"name": a, "weight": 0.75}, {"name": b, "weight": "0.25"})
+    assert list(scaled["prompt"]) == prompts  # weights are relative, and may be text in YAML
+
+
+def test_the_order_of_a_mixture_depends_on_the_seed_alone(tmp_path):
+    entries = [{"name": text_file(tmp_path / f"{word}.txt", word, 40)} for word in "ab"]
+    once, again, other = (list(mixture(*entries, seed=seed)["prompt"]) for seed in (0, 0, 1))
+    assert once == again != other
+    assert [p for p in once[:20] if p.startswith("a")] == [f"a {i}" for i in range(len(once))][: sum(
+        p.startswith("a") for p in once[:20])]  # each source in its own order  # fmt: skip
+
+
+def test_rows_of_a_mixture_stay_whole_with_their_own_layout_and_pictures(tmp_path):
+    for name, colour in (("one", (1, 1, 1)), ("two", (2, 2, 2))):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (4, 4), colour).save(tmp_path / name / "a.png")
+    one = write(tmp_path / "one" / "d.jsonl", [{"q": f"one {i}", "images": ["a.png"], "answer": "A"} for i in range(5)])
+    rows = [{"question": "two", "image": "a.png", "options": ["x", "y"], "answer": "y"}] * 5
+    two = write(tmp_path / "two" / "d.jsonl", rows)
+    text = write(tmp_path / "text.jsonl", [{"prompt": "none", "answer": "C"}] * 3)
+    entries = [{"name": one, "text_column": "q"}, {"name": two, "format": "vqa"}, {"name": text}]
+    seen = set()
+    for row in mixture(*entries, task="i2t"):
+        kind = row["prompt"].split()[0]
+        seen.add((kind, row["answer"], *(pixel(image) for image in row["images"])))
+        assert (row["choices"] is not None) == (kind == "two")
+    assert seen == {("one", "A", (1, 1, 1)), ("two", "B", (2, 2, 2)), ("none", "C")}
+
+
+def test_held_out_rows_of_a_mixture_follow_one_another(tmp_path):
+    entries = [{"name": text_file(tmp_path / f"{word}.txt", word, 9), "weight": 5} for word in "abc"]
+    entries[1]["test_split"] = None  # not part of the held-out rows
+    held_out = mixture(*entries, key="test", test_split="train[:2]")
+    assert list(held_out["prompt"]) == ["a 0", "a 1", "c 0", "c 1"]
+    assert mixture(*entries, key="test") is None
+
+
+def test_an_entry_may_be_for_one_task_of_a_supervised_run(tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    drawn = write(tmp_path / "t2i.jsonl", [{"prompt": "p", "image": "a.png"}] * 2)
+    asked = write(tmp_path / "i2t.jsonl", [{"question": "q", "options": ["x", "y"], "answer": "y"}] * 3)
+    entries = [{"name": drawn, "task": "t2i"}, {"name": asked, "task": "i2t", "format": "vqa"}]
+    assert len(mixture(*entries, stage="sft")) == 2
+    assert list(mixture(*entries, task="i2t", stage="sft")["completion"]) == ["B"] * 3
+    with pytest.raises(ValueError, match="dataset_mixture has no entry for task 't2i'"):
+        mixture(entries[1])
+    with pytest.raises(ValueError, match=r"dataset_mixture\[0\]: task is 't2j'; valid: t2i, i2t; did you mean 't2i'"):
+        mixture({"name": drawn, "task": "t2j"})
+
+
 @pytest.mark.parametrize(
-    ("name", "rows"),
+    ("entry", "message"),
     [
-        ("geneval_official.jsonl", 553),
-        ("t2i_r1.jsonl", 7223),
-        ("ocr_prompts.txt", 301),
-        ("t2i_compbench_val/complex.txt", 300),
-    ],  # fmt: skip
+        ({"name": "x.txt", "wieght": 1}, r"dataset_mixture\[1\] has the unknown key 'wieght'.*did you mean 'weight'\?"),
+        ({"weight": 1}, r"dataset_mixture\[1\] has no name"),
+        ({"name": "x.txt", "weight": 0}, r"dataset_mixture\[1\] has weight 0; it must be a number above 0"),
+        ({"name": "x.txt", "weight": "much"}, "has weight 'much'"),
+        ("x.txt", r"dataset_mixture\[1\] is 'x.txt'; write a mapping"),
+        ("{name: x}", r"dataset_mixture\[1\] is '\{name: x\}', which is not valid JSON"),
+        ({"name": "missing.txt"}, "dataset_name is 'missing.txt'; there is no such file"),
+        ({"name": "tiny", "format": "genevall"}, r"dataset_format is 'genevall'; valid: .*did you mean 'geneval'\?"),
+        ({"name": "tiny", "format": "vqa"}, "dataset_format 'vqa' has rows for task 'i2t'; for 't2i': prompts,"),
+    ],
 )
-def test_real_prompt_files_load(name, rows):
-    dataset = load(SHARED / "prompts" / name)
-    assert abs(len(dataset) - rows) <= 1
-    assert all(isinstance(prompt, str) for prompt in dataset["prompt"])
+def test_wrong_entries_of_a_mixture_are_named(tmp_path, entry, message):
+    good = {"name": text_file(tmp_path / "a.txt", "a", 2)}
+    with pytest.raises(ValueError, match=message):
+        mixture(good, entry)
+
+
+def test_a_mixture_beside_a_name_and_columns_of_two_types_are_refused(tmp_path):
+    a = write(tmp_path / "a.jsonl", [{"prompt": "a", "tag": 1}])
+    b = write(tmp_path / "b.jsonl", [{"prompt": "b", "tag": "x"}])
+    with pytest.raises(ValueError, match="dataset_name is 'tiny' and dataset_mixture is set too"):
+        load_dataset_splits("tiny", task="t2i", mixture=[{"name": a}])
+    with pytest.raises(ValueError, match=r"column 'tag' is Value\('string'\) in '.*b.jsonl', but another type"):
+        mixture({"name": a}, {"name": b})
+
+
+# ------------------------------------------------------------------------------------------------------- rows to skip
+
+
+def test_bad_rows_are_skipped_whole_with_a_count(tmp_path, caplog):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    rows = [{"prompt": p, "images": ["a.png"]} for p in ("one", "", "two", " ")] + [
+        {"prompt": "three", "images": [None]}
+    ]
+    dataset = load(write(tmp_path / "d.jsonl", rows), task="i2t", bad_rows="skip")
+    assert list(dataset["prompt"]) == ["one", "two"]
+    assert dataset[1]["images"][0].size == (4, 4)
+    assert "2 rows have empty prompts; they are skipped" in caplog.text and "1 rows have None among" in caplog.text
+    with pytest.raises(ValueError, match="none of the 1 rows can be trained on"):
+        load(write(tmp_path / "e.jsonl", [{"prompt": " "}]), bad_rows="skip")
+    with pytest.raises(ValueError, match=r"bad_rows is 'skp'.*did you mean 'skip'\?"):
+        load(tmp_path / "d.jsonl", bad_rows="skp")

@@ -295,7 +295,7 @@ def test_a_dry_run_says_what_a_step_is_and_loads_no_weights(recipe, no_weights, 
 
 def test_a_dry_run_of_sft_loads_no_weights(recipe, no_weights, capsys):
     sft.main(["--config", recipe(SFT), "--dry_run", "true"])
-    assert "SFT (both): 32 rows" in capsys.readouterr().out
+    assert "SFT (both): 32 training rows" in capsys.readouterr().out
 
 
 def test_a_dry_run_checks_the_batch_of_the_processes_to_come(recipe, refused, capsys):
@@ -349,17 +349,20 @@ def test_a_run_writes_samples_curve_recipe_and_a_stock_checkpoint(base, tmp_path
 def test_a_run_of_sft_writes_a_stock_checkpoint(tmp_path, capsys):
     out = tmp_path / "out"
     argv = ["--max_steps", "1", "--per_device_train_batch_size", "4", "--output_dir", str(out)]
-    sft.main(["--config", SFT, *argv])
+    sft.main(["--config", SFT, *argv, "--codes_cache_dir", str(tmp_path / "codes")])
     assert_stock_checkpoint(out)
     assert (out / "recipe.yaml").is_file()
-    assert capsys.readouterr().out.splitlines()[-1] == f"Done. The checkpoint is in {out}."
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Done. eval_loss ") and last.endswith(f"The checkpoint is in {out}.")
+    assert all(name in last for name in ("eval_loss/text", "eval_loss/image", "(step 0) to ", "(step 1)"))
+    assert sorted(path.name for path in (out / "samples").iterdir()) == ["step-000000.png", "step-000001.png"]
 
 
 def test_sft_trains_on_a_data_set_on_disk(tmp_path):
     data, out = tmp_path / "data", tmp_path / "out"
     tiny_sft_dataset("t2i", "train", size=8).save_to_disk(str(data))
     argv = ["--task", "t2i", "--dataset_name", str(data), "--max_steps", "1", "--per_device_train_batch_size", "4"]
-    sft.main(["--config", SFT, *argv, "--output_dir", str(out)])
+    sft.main(["--config", SFT, *argv, "--output_dir", str(out), "--codes_cache_dir", str(tmp_path / "codes")])
     assert_stock_checkpoint(out)
 
 

@@ -2,42 +2,17 @@
 
 import pytest
 import torch
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset
 from PIL import Image as PILImage
 from transformers import JanusForConditionalGeneration
 
 from janus_trl.configs import JanusSFTConfig
+from janus_trl.image_codes import encode_pictures, with_image_codes
 from janus_trl.modeling import JanusForInterleavedGeneration
-from janus_trl.sft_trainer import JanusSFTTrainer, JointCollator, encode_pictures, refuse_edits, with_image_codes
-
-COLORS = ["red", "lime", "blue", "black", "white", "gold", "pink", "gray"]
-CODES = list(range(16))
-FEATURES = Features({
-    "prompt": Value("string"), "images": List(Image()), "reasoning": Value("string"), "image": Image(),
-    "completion": Value("string"),
-})  # fmt: skip
-
-
-def picture(color: str, size: tuple[int, int] = (16, 16)) -> PILImage.Image:
-    return PILImage.new("RGB", size, color)
-
-
-def row(prompt="q", images=(), reasoning="", image=None, completion="") -> dict:
-    return {
-        "prompt": prompt, "images": list(images), "reasoning": reasoning, "image": image, "completion": completion
-    }  # fmt: skip
-
-
-def mixed_rows() -> list[dict]:
-    """Pictures with and without reasoning, answers about no, one and two pictures."""
-    rows = [
-        row(f"draw {color}", image=picture(color), reasoning="plan " * (i % 2)) for i, color in enumerate(COLORS[:4])
-    ]
-    counts = (0, 1, 2, 1)
-    return rows + [
-        row(f"what {i}", images=[picture(COLORS[4 + i])] * count, completion=f"answer {i}")
-        for i, count in enumerate(counts)
-    ]
+from janus_trl.sft_data import JointCollator, refuse_edits
+from janus_trl.sft_trainer import JanusSFTTrainer
+from tests.sft import CODES, FEATURES, labels_of, mixed_rows, picture, row
+from tests.sft import sft_trainer as trainer_of
 
 
 @pytest.fixture
@@ -46,10 +21,6 @@ def collate(model, processor):
         return JointCollator.of(model, processor, guidance_dropout)(rows)
 
     return build
-
-
-def labels_of(batch, index=0) -> list[int]:
-    return [i for i in batch["labels"][index].tolist() if i != -100]
 
 
 # ---- labels ---------------------------------------------------------------------------------------------------------
@@ -165,9 +136,9 @@ def test_pictures_are_cropped_to_their_middle(model, processor):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_codes_stay_with_their_rows(model, processor, batch_size):
+def test_codes_stay_with_their_rows(model, processor, batch_size, tmp_path):
     rows = [row(image=picture("red")), row(completion="a"), row(image=picture("blue")), row(image=picture("red"))]
-    dataset = with_image_codes(Dataset.from_list(rows, features=FEATURES), model, batch_size)
+    dataset = with_image_codes(Dataset.from_list(rows, features=FEATURES), model, str(tmp_path), batch_size)
     (red,), (blue,) = (encode_pictures(model, [picture(c)]) for c in ("red", "blue"))
     assert list(dataset["image_codes"]) == [red, [], blue, red]
     assert "image" not in dataset.column_names
@@ -175,17 +146,6 @@ def test_codes_stay_with_their_rows(model, processor, batch_size):
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
-
-
-def trainer_of(folder, output, dataset, eval_dataset=None, model=None, processor=None, **settings):
-    defaults = {
-        "output_dir": str(output), "report_to": "none", "per_device_train_batch_size": 8, "max_steps": 20,
-        "learning_rate": 1e-2, "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no",
-        "disable_tqdm": True, "guidance_dropout": 0.0,
-    }  # fmt: skip
-    return JanusSFTTrainer(
-        model or folder, JanusSFTConfig(**{**defaults, **settings}), dataset, eval_dataset, processing_class=processor
-    )
 
 
 def test_loss_goes_down_on_mixed_rows_and_the_right_parts_learn(janus_folder, tmp_path):
@@ -241,7 +201,7 @@ def test_adapters_are_the_only_thing_trained_with_lora(janus_folder, tmp_path):
 
     args = JanusSFTConfig(
         output_dir=str(tmp_path), report_to="none", per_device_train_batch_size=8, max_steps=1, learning_rate=1e-2,
-        gradient_checkpointing=True, save_strategy="no", disable_tqdm=True,
+        gradient_checkpointing=True, save_strategy="no", disable_tqdm=True, codes_cache_dir=str(tmp_path / "codes"),
     )  # fmt: skip
     dataset = Dataset.from_list(mixed_rows(), features=FEATURES)
     trainer = JanusSFTTrainer(
@@ -304,9 +264,9 @@ def test_nothing_is_blanked_in_evaluation(janus_folder, tmp_path):
     trainer = trainer_of(janus_folder, tmp_path, dataset, eval_dataset=dataset, guidance_dropout=1.0)
     plain = trainer_of(janus_folder, tmp_path, dataset, eval_dataset=dataset)
     (batch,) = trainer.get_eval_dataloader()
-    assert len(labels_of(batch)) == 19  # frame and codes; 16 where blanked
+    assert {len(labels_of(batch, i)) for i in range(4)} == {19, 24}  # frame and codes, with and without reasoning
     (batch,) = trainer.get_train_dataloader()
-    assert len(labels_of(batch)) == 16
+    assert {len(labels_of(batch, i)) for i in range(4)} == {16}
     losses = [trainer.evaluate()["eval_loss"] for _ in range(2)]
     assert losses == [plain.evaluate()["eval_loss"]] * 2
     assert trainer.data_collator.guidance_dropout == 1.0

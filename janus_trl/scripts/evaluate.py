@@ -19,9 +19,10 @@ from peft import PeftConfig, PeftModel
 from transformers import JanusProcessor, TrainerState
 
 from janus_trl.callbacks import save_grid
-from janus_trl.configs import JanusScriptArguments, at_least, one_of
+from janus_trl.configs import TEMPLATE_HELP, JanusScriptArguments, at_least, check_prompt_template, one_of
 from janus_trl.data import load_training_dataset
 from janus_trl.modeling import JanusForInterleavedGeneration, bind_special_ids
+from janus_trl.prompts import bind_prompt_template, prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
 from janus_trl.sampling import Rollout, SamplingSettings, rollout, row_seed
@@ -46,6 +47,7 @@ class EvaluateArguments(JanusScriptArguments):
     greedy: bool = field(default=False, metadata={"help": "Take the likeliest id instead of sampling."})
     batch_size: int = field(default=64, metadata={"help": "Rows that are sampled at a time."})
     seed: int = field(default=0, metadata={"help": "Each row's seed is made of this and the row's number."})
+    prompt_template: str | None = field(default=None, metadata={"help": TEMPLATE_HELP})
     samples_png: str | None = field(default=None, metadata={"help": "Draw the first 16 rows to this file."})
 
     def __post_init__(self):
@@ -62,6 +64,7 @@ class EvaluateArguments(JanusScriptArguments):
         at_least(self, "max_test_rows", 1, "leave it unset for all rows")
         at_least(self, "temperature", 0.01, "for the likeliest ids use --greedy true")
         at_least(self, "image_temperature", 0.01, "for the likeliest ids use --greedy true")
+        check_prompt_template(self)
 
 
 def configure(argv: list[str]) -> tuple[EvaluateArguments, str, Dataset, RewardSet]:
@@ -82,10 +85,13 @@ def is_adapter(folder: str | None) -> bool:
     return folder is not None and (Path(folder) / "adapter_config.json").is_file()
 
 
-def load(name: str, base: str) -> tuple[JanusForInterleavedGeneration, JanusProcessor]:
-    """The model (adapter merged; bfloat16 on a GPU, float32 on CPU) and its processor."""
+def load(name: str, base: str, template: str | None = None) -> tuple[JanusForInterleavedGeneration, JanusProcessor]:
+    """The model (adapter merged; bfloat16 on a GPU, float32 on CPU) and its processor, with a prompt template."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    processor = JanusProcessor.from_pretrained(base)
+    # A trainer saves the processor, with the template of the training, beside an adapter too.
+    with_processor = is_adapter(name) and (Path(name) / "processor_config.json").is_file()
+    processor = JanusProcessor.from_pretrained(name if with_processor else base)
+    bind_prompt_template(processor, template)
     model = JanusForInterleavedGeneration.from_pretrained(base, dtype=dtype)
     model = PeftModel.from_pretrained(model, name).merge_and_unload() if is_adapter(name) else model
     bind_special_ids(model, processor)
@@ -124,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
     args, base, rows, rewards = or_exit(configure, argv)
     if args.dry_run:
         return print(f"{args.task}: {len(rows)} rows of {args.dataset_name}, rewards: {', '.join(rewards.names)}")
-    model, processor = load(args.model_name_or_path, base)
+    model, processor = load(args.model_name_or_path, base, args.prompt_template)
     rewards.load()
     result = sample(model, processor, rows, args)
     texts = processor.batch_decode(result.completion_ids, skip_special_tokens=True)
@@ -133,7 +139,12 @@ def main(argv: list[str] | None = None) -> None:
     totals = [sum(w * (v or 0.0) for w, v in zip(rewards.weights, row)) for row in zip(*values)]
     line = {name: getattr(args, name) for name in ("model_name_or_path", "task", "greedy", "seed")}
     each = {name: mean_and_error(column) for name, column in zip(rewards.names, values)}
-    line |= {"rows": len(rows), "reward": mean_and_error(totals), "rewards": each}
+    line |= {
+        "prompt_template": prompt_template(processor),
+        "rows": len(rows),
+        "reward": mean_and_error(totals),
+        "rewards": each,
+    }
     if "category" in rows.column_names:
         kinds = list(rows["category"])
         groups = {str(kind): [t for t, k in zip(totals, kinds) if k == kind] for kind in sorted(set(kinds), key=str)}

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset
+from transformers import JanusConfig, JanusProcessor
 from trl import ModelConfig
 
 from janus_trl.callbacks import CurveCallback, SampleGridCallback
 from janus_trl.configs import JanusGRPOConfig, JanusScriptArguments, lora_config
 from janus_trl.data import load_training_dataset
+from janus_trl.data_report import first_prompt_lines, prompt_room, validated
 from janus_trl.grpo_trainer import JanusGRPOTrainer
+from janus_trl.prompts import bind_prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
 from janus_trl.scripts.run import finish, keep_recipe, limit_rows, model_kwargs, resume_point
@@ -26,6 +29,7 @@ class GRPORun:
     train: Dataset
     test: Dataset | None
     rewards: RewardSet
+    report: list[str]
 
 
 def configure(argv: list[str]) -> GRPORun:
@@ -38,6 +42,7 @@ def configure(argv: list[str]) -> GRPORun:
     lora_config(model)
     model.model_name_or_path = resolve_model(model.model_name_or_path, model.model_revision)
     splits = limit_rows(load_training_dataset(script, args.task), script)
+    splits, report = check_rows(splits, script, args, model)
     train = splits["train"]
     if not script.reward_funcs:
         raise ValueError("reward_funcs is not set. Name at least one reward, e.g. reward_funcs: [pickscore].")
@@ -62,7 +67,26 @@ def configure(argv: list[str]) -> GRPORun:
             f"({args.generation_batch_size} completions / num_generations {args.num_generations}). Use more rows, or "
             "lower per_device_train_batch_size or gradient_accumulation_steps."
         )
-    return GRPORun(script, args, model, train, splits["test"], rewards)
+    return GRPORun(script, args, model, train, splits["test"], rewards, report)
+
+
+def check_rows(splits: dict, script: JanusScriptArguments, args: JanusGRPOConfig, model: ModelConfig):
+    """The splits as they are safe to train on, and a report of a few lines (with the first prompt in a dry run)."""
+    processor = JanusProcessor.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    bind_prompt_template(processor, args.prompt_template)
+    config = JanusConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    text_length = args.max_completion_length if args.task == "i2t" else args.max_reasoning_length
+    room = prompt_room(config, args.task, text_length)
+    checked, lines = {}, []
+    for name, rows in splits.items():
+        if rows is not None:
+            options = {"rows": script.validate_rows, "bad_rows": script.bad_rows, "room": room}
+            rows, report = validated(rows, args.task, processor, name=name, **options)
+            lines += report.lines()
+        checked[name] = rows
+    if script.dry_run:
+        lines += first_prompt_lines(checked["train"], processor, draws=args.task == "t2i")
+    return checked, lines
 
 
 def summary(run: GRPORun) -> str:
@@ -104,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     run = or_exit(configure, argv)
     if run.args.process_index == 0:
-        print(summary(run))
+        print("\n".join([*run.report, summary(run)]))
     if run.script.dry_run:
         print(f"The recipe is fine; a run writes to {Path(run.args.output_dir)}.")
         return

@@ -63,6 +63,8 @@ def sft(model, processor, stage: str, steps: int, noise: tuple[float, float], le
             adam_beta2=0.98,
             weight_decay=0.01,
             guidance_dropout=0.1,
+            train_sampling_strategy="random",  # both tasks in every batch
+            codes_cache_dir=f"{folder}/codes",  # pictures that no other run draws
             logging_steps=max(steps // 10, 1),
             save_strategy="no",
             report_to="none",
