@@ -89,15 +89,15 @@ def test_figures_repeat_and_do_not_depend_on_the_batch(evaluated):
 
 
 def test_total_is_the_weighted_sum_and_unscorable_rows_are_counted_out(evaluated, tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text(
+    (tmp_path / "evaluated_rewards.py").write_text(
         "def every_other(completions, **columns):\n"
         "    return [4.0 if i % 2 == 0 else None for i in range(len(completions))]\n"
         "async def two(completions, trainer_state, log_metric):\n"
         "    return [2.0] * len(completions)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    weighted = json.dumps({"name": "my_rewards:every_other", "weight": 0.5})
-    argv = [*T2I[:-1], weighted, "my_rewards:two", "--max_text_length", "0"]
+    weighted = json.dumps({"name": "evaluated_rewards:every_other", "weight": 0.5})
+    argv = [*T2I[:-1], weighted, "evaluated_rewards:two", "--max_text_length", "0"]
     line = evaluated(*argv, rows=4)
     assert line["rewards"]["every_other"] == {"mean": 4.0, "standard_error": 0.0, "rows": 2}
     assert line["rewards"]["two"]["mean"] == 2.0
