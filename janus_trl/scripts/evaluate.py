@@ -21,6 +21,7 @@ from transformers import JanusProcessor, TrainerState
 from janus_trl.callbacks import save_grid
 from janus_trl.configs import TEMPLATE_HELP, JanusScriptArguments, at_least, check_prompt_template, one_of
 from janus_trl.data import load_training_dataset
+from janus_trl.data_report import validated
 from janus_trl.modeling import JanusForInterleavedGeneration, bind_special_ids
 from janus_trl.prompts import bind_prompt_template, prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
@@ -75,6 +76,8 @@ def configure(argv: list[str]) -> tuple[EvaluateArguments, str, Dataset, RewardS
     if not args.reward_funcs:
         raise ValueError("reward_funcs is not set. Name at least one reward, e.g. --reward_funcs pickscore.")
     rows = limit_rows(load_training_dataset(args, args.task), args)["test"]
+    checks = {"name": "test", "rows": args.validate_rows, "bad_rows": args.bad_rows}
+    rows, _ = validated(rows, args.task, JanusProcessor.from_pretrained(base), **checks)
     rewards = get_reward_funcs(args.reward_funcs, task=args.task, columns=rows.column_names)
     check_reward_rows(args.reward_funcs, rows)
     return args, base, rows, rewards
