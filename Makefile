@@ -90,8 +90,9 @@ train-i2t: install  ## train image-to-text with GRPO (default RECIPE=recipes/tin
 train-sft: install  ## supervised fine-tuning, the cold start (default RECIPE=recipes/tiny/sft.yaml)
 	@$(call TRAIN,sft,recipes/tiny/sft.yaml)
 
+# Two workers with one thread each: tiny models gain nothing from a second thread.
 test: install-dev  ## run the tests, except the slow ones
-	$(PYTHON) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: install-dev  ## run the slow tests (several processes, longer training)
 	$(PYTHON) -m pytest -m slow $(ARGS)

@@ -1,17 +1,19 @@
-"""Arguments of the trainers and scripts, and every check that needs no weights."""
+"""Arguments of the trainers, refused before weights load where they cannot work."""
 
-import difflib
-import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-from peft import LoraConfig
-from trl import GRPOConfig, ModelConfig, SFTConfig
+from trl import GRPOConfig, SFTConfig
 
-# The seven projections of the language model; anchored, because bare names match the vision tower too (UniRL#228).
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+from .config_checks import (
+    at_least,
+    check_batch_sizes,
+    check_prompt_template,
+    check_world_size,
+    one_of,
+    refuse_unsupported,
+    select_backend,
+)
 
 # Options of transformers that neither trainer can honour: the value that is allowed, and why no other is.
 _ALWAYS_UNSUPPORTED = {
@@ -207,190 +209,3 @@ class JanusSFTConfig(SFTConfig):
                 f"loss_type = 'dft' is not supported with weights of labels ({', '.join(weights)}): they would change "
                 "the probabilities it multiplies with. Set loss_type: nll or all weights to 1."
             )
-
-
-@dataclass
-class JanusScriptArguments:
-    """Data, rewards and the kind of run."""
-
-    dataset_name: str = field(
-        default=None,
-        metadata={"help": "`tiny` (embedded), a .txt/.jsonl/.csv/.parquet file, a folder, or a Hub id."},
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
-    dataset_format: str | None = field(
-        default=None,
-        metadata={
-            "help": "Published layout: prompts, reasongen_rl, reasongen_sft, t2i_r1, geneval, geometry3k or "
-            "vqa; unset for rows that have our columns."
-        },
-    )
-    dataset_mixture: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Instead of dataset_name: mappings {name, weight} with task, config, format, train_split, "
-            "test_split and the column fields where they differ."
-        },
-    )
-    dataset_seed: int = field(default=0, metadata={"help": "Seed of a mixture's order and of a layout's choices."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split that is trained on."})
-    dataset_test_split: str | None = field(default=None, metadata={"help": "Held-out split for evaluation and grids."})
-    dataset_streaming: bool = field(default=False, metadata={"help": "Unsupported: groups need a sampler."})
-    max_train_rows: int | None = field(default=None, metadata={"help": "Use the first so many training rows."})
-    max_test_rows: int | None = field(default=None, metadata={"help": "Use the first so many held-out rows."})
-    text_column: str = field(default="prompt", metadata={"help": "Column of the user's text."})
-    image_column: str | None = field(default=None, metadata={"help": "i2t: column of the picture or pictures."})
-    answer_column: str = field(default="answer", metadata={"help": "i2t: column of the gold answer."})
-    choices_column: str | None = field(default=None, metadata={"help": "i2t: column of the option texts."})
-    validate_rows: int = field(
-        default=1000, metadata={"help": "Rows looked at before weights load, evenly spaced; 0: none, -1: all."}
-    )
-    bad_rows: str = field(
-        default="error",
-        metadata={"help": "`error` refuses data with a bad row; `skip` drops such rows, which checks them all."},
-    )
-    max_image_pixels: int | None = field(
-        default=None, metadata={"help": "Larger pictures are refused; PIL's limit of 179 million pixels if unset."}
-    )
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata={"help": "Names, dotted paths (my_pkg.mod.fn, module:function) or mappings {name, weight, args}."},
-    )
-    dry_run: bool = field(default=False, metadata={"help": "Check recipe, data and rewards, say what it is, exit 0."})
-    num_processes: int | None = field(default=None, metadata={"help": "dry_run: processes the run will have."})
-
-
-def one_of(config, name: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a value that is not in `allowed`, suggesting the nearest."""
-    value = getattr(config, name)
-    if value not in allowed:
-        raise ValueError(f"{name} = {value!r} must be one of: {', '.join(allowed)}.{did_you_mean(value, allowed)}")
-
-
-def check_prompt_template(config) -> None:
-    """Refuse a `prompt_template` that has no place for the user's text."""
-    template = config.prompt_template
-    if template is not None and "{prompt}" not in template:
-        raise ValueError(
-            f"prompt_template = {template!r} must contain {{prompt}}, the place of the user's text. "
-            'Write e.g. prompt_template: "Plan the picture first. {prompt}", or leave it unset.'
-        )
-
-
-def did_you_mean(name, known: Iterable[str]) -> str:
-    """The question whether the nearest of `known` was meant, with a leading space; empty if none is near."""
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
-def refuse_unsupported(config, unsupported: dict[str, tuple]) -> None:
-    """Refuse every field of `unsupported` (name -> allowed value, reason) that has another value."""
-    for name, (allowed, reason) in unsupported.items():
-        if getattr(config, name) != allowed:
-            raise ValueError(
-                f"{name} = {getattr(config, name)!r} is not supported: {reason}. Set {name}: {allowed} or remove it."
-            )
-
-
-def at_least(config, name: str, bound: float, hint: str) -> None:
-    """Refuse a value below `bound`; None passes."""
-    value = getattr(config, name)
-    if value is not None and not value >= bound:
-        raise ValueError(f"{name} = {value} must be >= {bound} ({hint}).")
-
-
-def check_batch_sizes(
-    processes: int,
-    per_device: int,
-    accumulation: int,
-    num_generations: int,
-    steps_per_generation: int | None = None,
-    generation_batch_size: int | None = None,
-) -> None:
-    """The completions of a generation batch have to be whole groups.
-
-    Raises:
-        ValueError: with the sum and two fixes.
-    """
-    if num_generations < 2:
-        raise ValueError(
-            f"num_generations = {num_generations}: GRPO compares the completions of one prompt, so a group needs at "
-            "least 2. Set num_generations: 8."
-        )
-    unit = per_device * processes
-    whole = math.lcm(unit, num_generations)  # the smallest batch of whole groups that all processes fill
-    if generation_batch_size is not None:
-        total, terms = generation_batch_size, f"generation_batch_size {generation_batch_size}"
-        fix = f"generation_batch_size: {math.ceil(total / whole) * whole}"
-    else:
-        steps = steps_per_generation or accumulation
-        name = "steps_per_generation" if steps_per_generation else "gradient_accumulation_steps"
-        total = unit * steps
-        terms = f"{processes} processes x per_device_train_batch_size {per_device} x {name} {steps} = {total}"
-        size = math.ceil(total / whole) * whole
-        fix = f"{name}: {size // unit} ({size} completions a {'rollout' if steps_per_generation else 'step'})"
-    if total % num_generations == 0:
-        return
-    divisors = [g for g in range(2, total + 1) if total % g == 0]
-    nearest = min(divisors, key=lambda g: abs(g - num_generations)) if divisors else None
-    fixes = [fix]
-    fixes.append(f"num_generations: {nearest}" if nearest else f"per_device_train_batch_size: {num_generations}")
-    raise ValueError(
-        f"{terms} completions do not divide into groups of num_generations = {num_generations} "
-        f"(the batch size counts completions, not prompts). Set {' or '.join(fixes)}."
-    )
-
-
-def select_backend(config) -> None:
-    """Set what a machine without GPU needs, before transformers starts the process group.
-
-    accelerate otherwise believes in one process, silently, when several run on CPU; and bf16 defaults to on.
-    """
-    if torch.cuda.is_available():
-        return
-    with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        config.ddp_backend = config.ddp_backend or "gloo"
-    config.use_cpu = not with_deepspeed
-    if config.bf16 is None and not config.fp16:
-        config.bf16 = False
-
-
-def check_world_size(config) -> None:
-    """Refuse to train as several independent processes that each believe to be alone."""
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    if config.world_size != started:
-        raise ValueError(
-            f"{started} processes were started, but accelerate sees {config.world_size}. "
-            "Launch with one of the files in accelerate_configs/ (accelerate launch --config_file …)."
-        )
-
-
-def lora_config(model_args: ModelConfig) -> LoraConfig | None:
-    """LoRA on the language model, or None without `use_peft`.
-
-    `lora_target_modules` names projections (the default: all seven); the adapters never reach the vision tower or the
-    heads, whatever the names match there.
-
-    Raises:
-        ValueError: on a name that is no projection of the language model.
-    """
-    if not model_args.use_peft:
-        return None
-    names = model_args.lora_target_modules or PROJECTIONS
-    names = PROJECTIONS if names in ("all-linear", ["all-linear"]) else [names] if isinstance(names, str) else names
-    if unknown := sorted(set(names) - set(PROJECTIONS)):
-        raise ValueError(
-            f"lora_target_modules: {unknown} are no projections of the language model. Use any of: "
-            f"{', '.join(PROJECTIONS)}; or leave it unset for all of them.{did_you_mean(unknown[0], PROJECTIONS)}"
-        )
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=model_args.lora_r,
-        lora_alpha=model_args.lora_alpha,
-        lora_dropout=model_args.lora_dropout,
-        target_modules=rf"model\.language_model\.layers\.\d+\.(self_attn|mlp)\.({'|'.join(sorted(names))})",
-        use_rslora=model_args.use_rslora,
-        use_dora=model_args.use_dora,
-        bias="none",
-    )

@@ -38,7 +38,7 @@ class JanusGRPOTrainer(GRPOTrainer):
         train_dataset: rows with `prompt` (the user's text), `images` (a list, `i2t`), and columns for the rewards.
         eval_dataset: held-out rows of the same form.
         processing_class: a `JanusProcessor`; that of the model by default.
-        peft_config: e.g. from `janus_trl.configs.lora_config`.
+        peft_config: e.g. from `janus_trl.script_arguments.lora_config`.
     """
 
     _tag_names = ["trl", "grpo", "janus"]

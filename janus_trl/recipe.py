@@ -10,7 +10,7 @@ import yaml
 from transformers import PretrainedConfig
 from trl import TrlParser
 
-from .configs import check_batch_sizes, did_you_mean
+from .config_checks import check_batch_sizes, did_you_mean
 
 # Hub ids of converted checkpoints, for who comes with an original one.
 CONVERTED = "deepseek-community/Janus-Pro-1B or deepseek-community/Janus-Pro-7B"

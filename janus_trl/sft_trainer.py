@@ -33,7 +33,7 @@ class JanusSFTTrainer(SFTTrainer):
             `completion` (the answer, behind an optional `reasoning`) with optional input pictures `images`.
         eval_dataset: held-out rows of the same form.
         processing_class: a `JanusProcessor`; that of the model by default. It takes on `args.prompt_template`.
-        peft_config: e.g. from `janus_trl.configs.lora_config`.
+        peft_config: e.g. from `janus_trl.script_arguments.lora_config`.
     """
 
     _tag_names = ["trl", "sft", "janus"]

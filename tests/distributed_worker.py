@@ -19,8 +19,9 @@ from PIL import Image
 from transformers import TrainerCallback, set_seed
 from trl import ModelConfig
 
-from janus_trl.configs import JanusGRPOConfig, lora_config
+from janus_trl.configs import JanusGRPOConfig
 from janus_trl.grpo_trainer import JanusGRPOTrainer
+from janus_trl.script_arguments import lora_config
 
 GLOBAL_BATCH = 8  # completions of a step, on all processes together
 STEPS = 3

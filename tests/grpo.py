@@ -5,7 +5,7 @@ from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as PILImage
 from trl import ModelConfig
 
-from janus_trl.configs import lora_config
+from janus_trl.script_arguments import lora_config
 
 PROMPTS = ["q", "a much longer prompt than the other ones", "two cats", "red"]
 COLORS = {"a": (250, 10, 10), "b": (10, 250, 10), "c": (10, 10, 250), "d": (130, 130, 10)}

@@ -6,7 +6,9 @@ import pytest
 import torch
 from trl import ModelConfig
 
-from janus_trl.configs import PROJECTIONS, JanusGRPOConfig, JanusSFTConfig, check_batch_sizes, lora_config
+from janus_trl.config_checks import check_batch_sizes
+from janus_trl.configs import JanusGRPOConfig, JanusSFTConfig
+from janus_trl.script_arguments import PROJECTIONS, lora_config
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def test_without_gpu_the_run_is_on_cpu_in_float32(grpo, sft):
 def test_more_processes_than_accelerate_sees_are_refused(grpo, monkeypatch):
     from types import SimpleNamespace
 
-    from janus_trl.configs import check_world_size
+    from janus_trl.config_checks import check_world_size
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"2 processes were started, but accelerate sees 1.*accelerate_configs/"):

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, concatenate_datasets
 
-from janus_trl.configs import JanusScriptArguments, JanusSFTConfig
+from janus_trl.configs import JanusSFTConfig
 from janus_trl.data import load_training_dataset
 from janus_trl.data_report import prompt_room, validated
+from janus_trl.script_arguments import JanusScriptArguments
 from tests.grpo import steps
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

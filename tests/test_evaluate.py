@@ -10,11 +10,11 @@ from peft import get_peft_model
 from PIL import Image
 from trl import ModelConfig
 
-from janus_trl.configs import lora_config
 from janus_trl.modeling import JanusForInterleavedGeneration, bind_special_ids
 from janus_trl.recipe import resolve_model
 from janus_trl.rewards.multiple_choice import multiple_choice_reward
 from janus_trl.sampling import SamplingSettings, rollout, row_seed
+from janus_trl.script_arguments import lora_config
 from janus_trl.scripts import evaluate
 from janus_trl.tiny import grade, read_picture, tiny_dataset
 

@@ -5,9 +5,11 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from trl import ModelConfig
 
-from janus_trl.configs import JanusGRPOConfig, JanusScriptArguments, JanusSFTConfig, check_batch_sizes, lora_config
+from janus_trl.config_checks import check_batch_sizes
+from janus_trl.configs import JanusGRPOConfig, JanusSFTConfig
 from janus_trl.recipe import parse_recipe
 from janus_trl.rewards import check_reward_specs
+from janus_trl.script_arguments import JanusScriptArguments, lora_config
 from janus_trl.scripts.sft import SFTScriptArguments
 
 ROOT = Path(__file__).parent.parent

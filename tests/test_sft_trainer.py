@@ -197,7 +197,7 @@ def test_a_loaded_model_and_processor_are_taken_as_they_are(model, processor, tm
 def test_adapters_are_the_only_thing_trained_with_lora(janus_folder, tmp_path):
     from trl import ModelConfig
 
-    from janus_trl.configs import lora_config
+    from janus_trl.script_arguments import lora_config
 
     args = JanusSFTConfig(
         output_dir=str(tmp_path), report_to="none", per_device_train_batch_size=8, max_steps=1, learning_rate=1e-2,

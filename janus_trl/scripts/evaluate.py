@@ -19,7 +19,8 @@ from peft import PeftConfig, PeftModel
 from transformers import JanusProcessor, TrainerState
 
 from janus_trl.callbacks import save_grid
-from janus_trl.configs import TEMPLATE_HELP, JanusScriptArguments, at_least, check_prompt_template, one_of
+from janus_trl.config_checks import at_least, check_prompt_template, one_of
+from janus_trl.configs import TEMPLATE_HELP
 from janus_trl.data import load_training_dataset
 from janus_trl.data_report import validated
 from janus_trl.modeling import JanusForInterleavedGeneration, bind_special_ids
@@ -27,6 +28,7 @@ from janus_trl.prompts import bind_prompt_template, prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
 from janus_trl.sampling import Rollout, SamplingSettings, rollout, row_seed
+from janus_trl.script_arguments import JanusScriptArguments
 from janus_trl.scripts.run import limit_rows
 
 TEXT_LENGTHS = {"t2i": (0, 24), "i2t": (256, 40)}  # default in general, and on tiny data (as in recipes/tiny)

@@ -9,13 +9,14 @@ from transformers import JanusConfig, JanusProcessor
 from trl import ModelConfig
 
 from janus_trl.callbacks import CurveCallback, SampleGridCallback
-from janus_trl.configs import JanusGRPOConfig, JanusScriptArguments, lora_config
+from janus_trl.configs import JanusGRPOConfig
 from janus_trl.data import load_training_dataset
 from janus_trl.data_report import first_prompt_lines, prompt_room, validated
 from janus_trl.grpo_trainer import JanusGRPOTrainer
 from janus_trl.prompts import bind_prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
+from janus_trl.script_arguments import JanusScriptArguments, lora_config
 from janus_trl.scripts.run import finish, keep_recipe, limit_rows, model_kwargs, resume_point
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from trl import ModelConfig
 
-from janus_trl.configs import JanusScriptArguments
 from janus_trl.recipe import read_recipe
+from janus_trl.script_arguments import JanusScriptArguments
 
 
 def limit_rows(splits: dict[str, Any], script: JanusScriptArguments) -> dict[str, Any]:

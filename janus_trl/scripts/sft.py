@@ -9,11 +9,13 @@ from transformers import JanusConfig, JanusProcessor
 from trl import ModelConfig
 
 from janus_trl.callbacks import SampleGridCallback
-from janus_trl.configs import JanusScriptArguments, JanusSFTConfig, lora_config, one_of
+from janus_trl.config_checks import one_of
+from janus_trl.configs import JanusSFTConfig
 from janus_trl.data import load_training_dataset
 from janus_trl.data_report import first_prompt_lines, prompt_room, validated
 from janus_trl.prompts import bind_prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
+from janus_trl.script_arguments import JanusScriptArguments, lora_config
 from janus_trl.scripts.run import keep_recipe, limit_rows, model_kwargs, resume_point
 from janus_trl.sft_trainer import JanusSFTTrainer
 

@@ -1,0 +1,114 @@
+"""Checks of configuration values: each error names field, value, rule and fix."""
+
+import difflib
+import math
+import os
+from collections.abc import Iterable
+
+import torch
+
+
+def one_of(config, name: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a value that is not in `allowed`, suggesting the nearest."""
+    value = getattr(config, name)
+    if value not in allowed:
+        raise ValueError(f"{name} = {value!r} must be one of: {', '.join(allowed)}.{did_you_mean(value, allowed)}")
+
+
+def check_prompt_template(config) -> None:
+    """Refuse a `prompt_template` that has no place for the user's text."""
+    template = config.prompt_template
+    if template is not None and "{prompt}" not in template:
+        raise ValueError(
+            f"prompt_template = {template!r} must contain {{prompt}}, the place of the user's text. "
+            'Write e.g. prompt_template: "Plan the picture first. {prompt}", or leave it unset.'
+        )
+
+
+def did_you_mean(name, known: Iterable[str]) -> str:
+    """The question whether the nearest of `known` was meant, with a leading space; empty if none is near."""
+    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def refuse_unsupported(config, unsupported: dict[str, tuple]) -> None:
+    """Refuse every field of `unsupported` (name -> allowed value, reason) that has another value."""
+    for name, (allowed, reason) in unsupported.items():
+        if getattr(config, name) != allowed:
+            raise ValueError(
+                f"{name} = {getattr(config, name)!r} is not supported: {reason}. Set {name}: {allowed} or remove it."
+            )
+
+
+def at_least(config, name: str, bound: float, hint: str) -> None:
+    """Refuse a value below `bound`; None passes."""
+    value = getattr(config, name)
+    if value is not None and not value >= bound:
+        raise ValueError(f"{name} = {value} must be >= {bound} ({hint}).")
+
+
+def check_batch_sizes(
+    processes: int,
+    per_device: int,
+    accumulation: int,
+    num_generations: int,
+    steps_per_generation: int | None = None,
+    generation_batch_size: int | None = None,
+) -> None:
+    """The completions of a generation batch have to be whole groups.
+
+    Raises:
+        ValueError: with the sum and two fixes.
+    """
+    if num_generations < 2:
+        raise ValueError(
+            f"num_generations = {num_generations}: GRPO compares the completions of one prompt, so a group needs at "
+            "least 2. Set num_generations: 8."
+        )
+    unit = per_device * processes
+    whole = math.lcm(unit, num_generations)  # the smallest batch of whole groups that all processes fill
+    if generation_batch_size is not None:
+        total, terms = generation_batch_size, f"generation_batch_size {generation_batch_size}"
+        fix = f"generation_batch_size: {math.ceil(total / whole) * whole}"
+    else:
+        steps = steps_per_generation or accumulation
+        name = "steps_per_generation" if steps_per_generation else "gradient_accumulation_steps"
+        total = unit * steps
+        terms = f"{processes} processes x per_device_train_batch_size {per_device} x {name} {steps} = {total}"
+        size = math.ceil(total / whole) * whole
+        fix = f"{name}: {size // unit} ({size} completions a {'rollout' if steps_per_generation else 'step'})"
+    if total % num_generations == 0:
+        return
+    divisors = [g for g in range(2, total + 1) if total % g == 0]
+    nearest = min(divisors, key=lambda g: abs(g - num_generations)) if divisors else None
+    fixes = [fix]
+    fixes.append(f"num_generations: {nearest}" if nearest else f"per_device_train_batch_size: {num_generations}")
+    raise ValueError(
+        f"{terms} completions do not divide into groups of num_generations = {num_generations} "
+        f"(the batch size counts completions, not prompts). Set {' or '.join(fixes)}."
+    )
+
+
+def select_backend(config) -> None:
+    """Set what a machine without GPU needs, before transformers starts the process group.
+
+    accelerate otherwise believes in one process, silently, when several run on CPU; and bf16 defaults to on.
+    """
+    if torch.cuda.is_available():
+        return
+    with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        config.ddp_backend = config.ddp_backend or "gloo"
+    config.use_cpu = not with_deepspeed
+    if config.bf16 is None and not config.fp16:
+        config.bf16 = False
+
+
+def check_world_size(config) -> None:
+    """Refuse to train as several independent processes that each believe to be alone."""
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if config.world_size != started:
+        raise ValueError(
+            f"{started} processes were started, but accelerate sees {config.world_size}. "
+            "Launch with one of the files in accelerate_configs/ (accelerate launch --config_file …)."
+        )
