@@ -18,7 +18,8 @@ from .kernels import add_rms_norm, decode_attention, rotate, sample_step, silu_m
 from .modeling import JanusForInterleavedGeneration, guide
 
 # Slots of the caches come in multiples of this, so that prompts of other lengths find room in the same buffers.
-SLOT_MULTIPLE = 256
+SLOT_MULTIPLE = 128
+RESIDUAL = None
 # Text tokens between two looks at whether all rows have ended: each look waits for the device.
 STOP_CHECK_EVERY = 8
 # Most hidden states that one pass of the prefill holds, in tokens.
@@ -117,10 +118,12 @@ class DecodeEngine:
         )
         self.cos, self.sin = self._rotary_tables(slots, device)
 
-    def release(self) -> None:
-        """Free caches and graphs (the next rollout captures again); weights stay."""
+    def release(self, with_weights: bool = False) -> None:
+        """Free caches and graphs (the next rollout captures again), and on request the copies of weights."""
         self.graphs.clear()
         self.keys = self.values = self.state = None
+        if with_weights:
+            self.weights.release()
 
     def _rotary_tables(self, slots: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -136,7 +139,7 @@ class DecodeEngine:
         """Run one token of `rows` rows, `[R, H]` -> last hidden states `[R, H]`; keys go to slot `lengths`."""
         w, eps, state = self.weights, self.config.rms_norm_eps, self.state
         where = state.lengths[:rows], state.prefix_rows[:rows], state.prefix_lengths[:rows]
-        residual, delta = x.clone(), None
+        residual, delta = x.to(RESIDUAL or x.dtype, copy=True), None
         for i in range(self.config.num_hidden_layers):
             hidden = add_rms_norm(residual, delta, w[f"{i}.norm1"], eps)
             keys, values = self.keys[i, :rows], self.values[i, :rows]
@@ -245,7 +248,7 @@ class DecodeEngine:
         w, config, eps = self.weights, self.config, self.config.rms_norm_eps
         batch, length, width = embeds.shape
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        residual, delta = embeds.to(self.dtype).reshape(-1, width).clone(), None
+        residual, delta = embeds.to(self.dtype).reshape(-1, width).to(RESIDUAL or self.dtype, copy=True), None
         cos, sin = self.cos[:length].unsqueeze(1), self.sin[:length].unsqueeze(1)  # [P, 1, D]
         for i in range(config.num_hidden_layers):
             hidden = add_rms_norm(residual, delta, w[f"{i}.norm1"], eps)

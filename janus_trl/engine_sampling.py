@@ -5,6 +5,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .engine import DecodeEngine
 from .modeling import JanusForInterleavedGeneration
+from .picture_decoder import PictureDecoder
 from .prompts import different_prompts, encode_prompts
 from .rollouts import Rollout, SamplingSettings, answers, interleave, row_uniforms
 
@@ -20,7 +21,7 @@ class EngineChunk:
         seeds: list[int],
         any_rank,
         progress: bool,
-        decode: bool,
+        decode: PictureDecoder | None,
     ):
         self.engine, self.model, self.settings, self.any_rank = engine, model, settings, any_rank
         self.progress, self.decode, self.draws = progress, decode, settings.task == "t2i"

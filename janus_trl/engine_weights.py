@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from trl.trainer.utils import maybe_gather_lm_head_ctx as gathered
 
 from .modeling import JanusForInterleavedGeneration
 
@@ -13,11 +14,13 @@ class EngineWeights:
 
     Attributes:
         dtype: of all weights.
+        copies: names of the weights that are not the model's own storage.
         moved: whether a weight that was used in place has moved since the last `load`; captured graphs are void then.
     """
 
     dtype: torch.dtype
     by_name: dict[str, torch.Tensor] = field(default_factory=dict)
+    copies: set[str] = field(default_factory=set)
     moved: bool = False
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -28,7 +31,8 @@ class EngineWeights:
         """Bring all weights up to date: copied once per rollout, LoRA merged on the way.
 
         Where the model's own storage can be used (same dtype, not sharded, no adapter), the fused matrices become
-        that storage: the parameters turn into views of them, and later calls copy nothing.
+        that storage: the parameters turn into views of them, and later calls copy nothing. Under ZeRO-3 one matrix at
+        a time is gathered into the engine's own, so a GPU holds one copy of the weights and not two; collective.
         """
         self.moved = False
         lm, head = model.model.language_model, model.model.generation_head
@@ -45,11 +49,21 @@ class EngineWeights:
         self._load("embed", [lm.embed_tokens])
         for name, module in (("proj_out", head.proj_out), ("vision_head", head.vision_head)):
             self._load(name, [module])
-            self._store(f"{name}.bias", module.bias)
+            with gathered(module.bias):
+                self._store(f"{name}.bias", module.bias)
         codes = torch.arange(head.vision_head.out_features, device=model.lm_head.weight.device)
         self._store("codes", model.prepare_embeddings_for_image_generation(codes))  # [codebook, H]
 
+    def release(self) -> None:
+        """Free the copies; what is the model's own storage stays."""
+        self.by_name = {name: weight for name, weight in self.by_name.items() if name not in self.copies}
+        self.copies.clear()
+
     def _load(self, name: str, modules: list[torch.nn.Module]) -> None:
+        with gathered(*(parameter for module in modules for parameter in module.parameters())):
+            self._load_whole(name, modules)
+
+    def _load_whole(self, name: str, modules: list[torch.nn.Module]) -> None:
         sources = [_merged_weight(module) for module in modules]
         parameters = [getattr(module, "weight", None) for module in modules]
         mine = all(s is p and _plain(p, self.dtype) for s, p in zip(sources, parameters, strict=True))
@@ -61,6 +75,8 @@ class EngineWeights:
         if name not in self.by_name:
             rows = sum(len(source) for source in sources)
             self.by_name[name] = sources[0].new_empty(rows, *sources[0].shape[1:], dtype=self.dtype)
+        if not mine:
+            self.copies.add(name)
         start = 0
         for source, parameter in zip(sources, parameters, strict=True):
             target = self.by_name[name][start : start + len(source)]
@@ -75,6 +91,7 @@ class EngineWeights:
             self.by_name[name].copy_(value)
         else:
             self.by_name[name] = value.detach().to(self.dtype, copy=True)
+            self.copies.add(name)
 
 
 def _plain(parameter: torch.nn.Parameter | None, dtype: torch.dtype) -> bool:

@@ -9,19 +9,27 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import PeftConfig
 from transformers import JanusProcessor, PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from .configs import JanusGRPOConfig
 from .engine import DecodeEngine, supports
 from .loading import check_model, model_name, processor_for
-from .metrics import drift, masked_mean, peak_memory_gib
+from .metrics import PhaseMemory, drift, masked_mean
 from .model_card import write_model_card
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
+from .picture_decoder import PictureDecoder
 from .prompts import bind_prompt_template, conversational, prompt_with_pictures, user_text, with_row_ids
 from .reward_guard import guard, raise_on_all_ranks
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .trainable import freeze_for_task, trainable_table
+
+logger = logging.get_logger(__name__)
+
+# Where the decode engine samples; on a CPU the plain path is as fast.
+ENGINE_DEVICES = ("cuda",)
 
 
 class JanusGRPOTrainer(GRPOTrainer):
@@ -99,7 +107,13 @@ class JanusGRPOTrainer(GRPOTrainer):
         freeze_for_task(self.base_model, self.task, with_adapter=is_peft_model(self.model))
         if self.accelerator.is_main_process:
             print(trainable_table(self.base_model))
-        if self.task == "t2i":  # dr_grpo divides by it
+        self._memory = PhaseMemory(self.accelerator.device)
+        self._decoder = None
+        if self.task == "t2i":
+            # DeepSpeed casts and shards what it is given: keep a whole copy, of the precision asked for.
+            dtype, size = getattr(torch, args.vq_dtype), args.vq_batch_size
+            self._decoder = PictureDecoder(self.base_model, dtype, size, keep_copy=self.is_deepspeed_enabled)
+            # dr_grpo divides by it
             codes = self.base_model.num_image_codes
             self.max_completion_length = args.max_completion_length = args.max_reasoning_length + codes + 3
 
@@ -136,7 +150,12 @@ class JanusGRPOTrainer(GRPOTrainer):
 
     def sample(self, prompts: list, seeds: list[int], settings: SamplingSettings) -> Rollout:
         """Sample with the current weights; collective under ZeRO-3, so every rank calls it."""
-        gather = self.args.ds3_gather_for_generation
+        engine = self._new_engine() if self._engine is None else self._engine
+        self._engine = engine
+        # The engine gathers matrix by matrix into its own buffers; the plain path needs the whole model.
+        gather = self.args.ds3_gather_for_generation and engine is None
+        if self._sharded() and not self.args.ds3_gather_for_generation:
+            self._say_what_sharded_sampling_costs(len(prompts), settings)
         with (
             unwrap_model_for_generation(
                 self.model_wrapped,
@@ -147,32 +166,43 @@ class JanusGRPOTrainer(GRPOTrainer):
             self.accelerator.autocast(),
         ):
             base = model.get_base_model() if is_peft_model(model) else model
-            engine = self._engine_with_weights(base)
+            if engine is not None:
+                engine.load_weights(base)
             result = rollout(
                 base,
                 self.processing_class,
                 prompts,
                 settings,
                 seeds,
-                any_rank=bool if gather else self._any_rank,
+                any_rank=bool if gather or engine is not None else self._any_rank,
                 any_rank_fails=self._any_rank,
                 progress=self.accelerator.is_main_process and not self.args.disable_tqdm,
                 engine=engine,
+                decoder=self._decoder,
             )
             if engine is not None and not self.args.keep_rollout_buffers:
-                engine.release()
+                engine.release(with_weights=True)
             return result
 
-    def _engine_with_weights(self, model: JanusForInterleavedGeneration) -> DecodeEngine | None:
-        """The decode engine with the current weights; None where the plain path samples (CPU, sharded weights)."""
-        sharded = self.is_deepspeed_enabled and not self.args.ds3_gather_for_generation
-        if self.accelerator.device.type != "cuda" or sharded or not supports(model):
+    def _new_engine(self) -> DecodeEngine | None:
+        """A decode engine; None where the plain path samples (CPU, or weights that must stay sharded)."""
+        stays_sharded = self._sharded() and not self.args.ds3_gather_for_generation
+        if self.accelerator.device.type not in ENGINE_DEVICES or stays_sharded or not supports(self.base_model):
             return None
-        if self._engine is None:
-            mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
-            self._engine = DecodeEngine(mixed or model.lm_head.weight.dtype, self.args.use_cuda_graphs)
-        self._engine.load_weights(model)
-        return self._engine
+        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
+        return DecodeEngine(mixed or self.base_model.lm_head.weight.dtype, self.args.use_cuda_graphs)
+
+    def _sharded(self) -> bool:
+        return self.is_deepspeed_enabled and is_deepspeed_zero3_enabled()
+
+    def _say_what_sharded_sampling_costs(self, rows: int, settings: SamplingSettings) -> None:
+        codes = self.base_model.num_image_codes if self.task == "t2i" else 0
+        chunks = -(-rows // (settings.batch_size or rows))
+        logger.warning_once(
+            f"ds3_gather_for_generation = False: every decoded token gathers all layers. A rollout takes up to "
+            f"{chunks * (settings.max_text_length + codes)} forwards of the whole model ({chunks} chunks of "
+            f"{settings.max_text_length} text tokens and {codes} codes): slow, but without a whole copy on a GPU."
+        )
 
     def _any_rank(self, flag: bool) -> bool:
         return bool(self.accelerator.gather(torch.tensor([flag], device=self.accelerator.device)).any())
@@ -215,6 +245,7 @@ class JanusGRPOTrainer(GRPOTrainer):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         raise_on_all_ranks(self.reward_funcs, self.accelerator)
         self._metrics[mode]["time/reward_s"].append(time.perf_counter() - start)
+        self._memory.end("reward", self._metrics[mode])
         if mode == "eval" and "row_id" in inputs[0]:
             ids = torch.tensor([row["row_id"] for row in inputs], device=rewards.device)
             totals = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
@@ -263,14 +294,13 @@ class JanusGRPOTrainer(GRPOTrainer):
             mean = masked_mean(entropies, where, self.accelerator)
             if mean is not None:
                 metrics[f"entropy/{name}"].append(mean)
-        if (peak := peak_memory_gib(self.accelerator.device)) is not None:
-            metrics["memory/peak_gib"].append(peak)
 
     def training_step(self, model, inputs, num_items_in_batch):
         start, before = time.perf_counter(), self._seconds["generation"]
         loss = super().training_step(model, inputs, num_items_in_batch)
         generating = self._seconds["generation"] - before
         self._metrics["train"]["time/loss_s"].append(time.perf_counter() - start - generating)
+        self._memory.end("loss", self._metrics["train"])
         return loss
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -340,8 +370,10 @@ class JanusGRPOTrainer(GRPOTrainer):
 def _sample_for_trl(prompts: list, trainer: JanusGRPOTrainer) -> dict[str, list]:
     """TRL's `rollout_func`."""
     mode, start = "train" if trainer.model.training else "eval", time.perf_counter()
+    trainer._memory.end("update", trainer._metrics[mode])  # the optimizer's step, if one was made
     result = trainer.sample(prompts, trainer._row_seeds(mode, len(prompts)), trainer.sampling_settings(mode))
     trainer._metrics[mode]["time/rollout_s"].append(time.perf_counter() - start)
+    trainer._memory.end("rollout", trainer._metrics[mode])
     output = {name: getattr(result, name) for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
     return {**output, "generated_images": result.images} if trainer.task == "t2i" else output
 

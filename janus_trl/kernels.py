@@ -24,7 +24,7 @@ if is_triton_available():
         wide = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-        tl.store(out_ptr + row * width + columns, (wide * scale).to(x.dtype) * weight, mask=inside)
+        tl.store(out_ptr + row * width + columns, (wide * scale).to(weight.dtype) * weight, mask=inside)
 
     @triton.jit
     def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
@@ -136,8 +136,8 @@ def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: tor
         if delta is not None:
             residual += delta
         wide = residual.float()
-        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(residual.dtype)
-    out, width = torch.empty_like(residual), residual.shape[-1]
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(weight.dtype)
+    out, width = torch.empty_like(residual, dtype=weight.dtype), residual.shape[-1]
     _add_rms_norm_kernel[(len(residual),)](
         residual, delta if delta is not None else residual, weight, out, width, eps,
         HAS_DELTA=delta is not None, BLOCK=triton.next_power_of_2(width), num_warps=8,

@@ -21,6 +21,18 @@ def drift(
     return mean or 0.0, largest
 
 
-def peak_memory_gib(device: torch.device) -> float | None:
-    """Peak of allocated GPU memory since the start, in GiB; None on CPU."""
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+class PhaseMemory:
+    """Peak of allocated GPU memory by phase of a step, in GiB; nothing is measured on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.highest = device, 0.0
+
+    def end(self, phase: str, metrics: dict[str, list[float]]) -> None:
+        """Log `memory/<phase>_gib`, the peak since the phase before ended, and `memory/peak_gib`, that of the run."""
+        if self.device.type != "cuda":
+            return
+        peak = torch.cuda.max_memory_allocated(self.device) / 2**30
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.highest = max(self.highest, peak)
+        metrics[f"memory/{phase}_gib"].append(peak)
+        metrics["memory/peak_gib"].append(self.highest)

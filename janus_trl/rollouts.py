@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from .modeling import JanusForInterleavedGeneration
 
@@ -105,18 +104,18 @@ def interleave(
     text: tuple,
     codes: torch.LongTensor,
     code_logps: torch.Tensor,
-    decode: bool = True,
+    decode: Callable[[torch.LongTensor], list[Image.Image]] | None = None,
 ) -> Rollout:
     """Rows of text and codes; `<begin_of_image>` where it was not sampled, `<end_of_image>` and eos are forced.
 
     Args:
         text: padded ids, padded log-probs and the number of ids of each row.
         codes, code_logps: `[B, N]`.
-        decode: turn the codes into pictures.
+        decode: turns the codes into pictures; none are made if None.
     """
     special, result = model.special_ids, Rollout(prompt_ids=prompts)
-    if decode:
-        result.images = decode_codes(model, codes)
+    if decode is not None:
+        result.images = decode(codes)
     end = [i for i in (special.end_of_image, special.eos[0]) if i is not None]
     joint = (codes + model.vocab_size).tolist()
     for ids, logps, count, row, row_logps in zip(*text, joint, code_logps.tolist(), strict=True):
@@ -126,16 +125,6 @@ def interleave(
         result.logprobs.append(logps[:count] + [0.0] * len(forced) + row_logps + [0.0] * len(end))
         result.env_mask.append([1] * count + [0] * len(forced) + [1] * len(row) + [0] * len(end))
     return result
-
-
-def decode_codes(model: JanusForInterleavedGeneration, codes: torch.LongTensor) -> list[Image.Image]:
-    """Image codes `[B, N]` -> RGB pictures of the size in the config, values clamped to -1 … 1 and rounded."""
-    # transformers reads the width of the codebook outside of its module call: a shard has none.
-    with maybe_gather_lm_head_ctx(model.model.vqmodel.quantize.embedding.weight):
-        pixels = model.decode_image_tokens(codes)
-    pixels = pixels.float().clamp(-1, 1)  # [B, S, S, 3]
-    pixels = ((pixels + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
-    return [Image.fromarray(picture) for picture in pixels]
 
 
 @torch.no_grad()

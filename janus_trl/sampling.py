@@ -17,20 +17,21 @@ from .engine import DecodeEngine
 from .engine_sampling import EngineChunk
 from .kernels import sample_ids
 from .modeling import FORBIDDEN_LOGIT, JanusForInterleavedGeneration, SpecialIds, guide
+from .picture_decoder import PictureDecoder
 from .prompts import encode_prompts
+from .rollout_memory import free_bytes, out_of_memory_message
 from .rollouts import (
     Rollout,
     SamplingSettings,
     answers,
     check_finite,
-    decode_codes,
     interleave,
     row_seed,
     row_uniforms,
     score_rollout,
 )
 
-__all__ = ["Rollout", "SamplingSettings", "decode_codes", "rollout", "row_seed", "row_uniforms", "score_rollout"]
+__all__ = ["Rollout", "SamplingSettings", "rollout", "row_seed", "row_uniforms", "score_rollout"]
 
 
 @torch.no_grad()
@@ -45,6 +46,7 @@ def rollout(
     any_rank_fails: Callable[[bool], bool] | None = None,
     progress: bool = False,
     engine: DecodeEngine | None = None,
+    decoder: PictureDecoder | None = None,
     decode: bool = True,
 ) -> Rollout:
     """Sample one completion per prompt.
@@ -57,27 +59,47 @@ def rollout(
         any_rank_fails: the same for the one check at the end, so that all ranks raise together; `any_rank` if None.
         progress: show a bar over the tokens.
         engine: decodes with fixed buffers and captured steps, its weights up to date; without one, plainly.
-        decode: turn the codes into pictures.
+        decoder: turns codes into pictures; by default the model's own, in the precision of its weights.
+        decode: make pictures at all (`t2i`).
 
     Returns:
         A `Rollout` with one row per prompt, in order.
 
     Raises:
         FloatingPointError: on all ranks, if a log-prob is NaN or infinite on any.
+        torch.OutOfMemoryError: saying which `rollout_batch_size` was used and which would fit.
     """
     result, size = Rollout(), settings.batch_size or max(len(prompts), 1)
+    draws = settings.task == "t2i"
+    decode = (decoder or PictureDecoder(model)) if decode and draws else None
+    failure = None
     with _evaluating(model):
         for start in range(0, len(prompts), size):
             rows = slice(start, start + size)
             pictures = images[rows] if images else None
-            if engine is not None:
-                chunk = EngineChunk(engine, model, settings, seeds[rows], any_rank, progress, decode)
-                result.extend(chunk.run(processor, prompts[rows], pictures, size))
-                continue
-            sampler = _Sampler(model, settings, seeds[rows], any_rank, progress, decode)
-            result.extend(sampler.run(encode_prompts(processor, prompts[rows], pictures, settings.task == "t2i")))
+            try:
+                if engine is not None:
+                    chunk = EngineChunk(engine, model, settings, seeds[rows], any_rank, progress, decode)
+                    result.extend(chunk.run(processor, prompts[rows], pictures, size))
+                else:
+                    sampler = _Sampler(model, settings, seeds[rows], any_rank, progress, decode)
+                    result.extend(sampler.run(encode_prompts(processor, prompts[rows], pictures, draws)))
+            except torch.OutOfMemoryError as error:
+                failure = error.with_traceback(None)  # the frames hold the tensors that did not fit
+                break
+    if failure is not None:
+        if engine is not None:
+            engine.release()
+        raise torch.OutOfMemoryError(_out_of_memory(model, processor, prompts, images, settings)) from failure
     check_finite(result, any_rank_fails or any_rank)
     return result
+
+
+def _out_of_memory(model, processor, prompts: list, images: list | None, settings: SamplingSettings) -> str:
+    weight = model.lm_head.weight
+    longest = encode_prompts(processor, prompts, images, settings.task == "t2i")["input_ids"].shape[1]
+    free = free_bytes(weight.device)
+    return out_of_memory_message(model.config, settings, len(prompts), longest, free, weight.element_size())
 
 
 @contextmanager
@@ -94,7 +116,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 class _Sampler:
     """One chunk of rows. The slots of the cache are the columns of `self.mask`; a row that ended leaves holes."""
 
-    def __init__(self, model, settings: SamplingSettings, seeds: list[int], any_rank, progress: bool, decode: bool):
+    def __init__(self, model, settings: SamplingSettings, seeds: list[int], any_rank, progress: bool, decode):
         self.model, self.settings, self.any_rank = model, settings, any_rank
         self.progress, self.decode = progress, decode
         self.special: SpecialIds = model.special_ids

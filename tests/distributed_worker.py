@@ -19,6 +19,7 @@ from PIL import Image
 from transformers import TrainerCallback, set_seed
 from trl import ModelConfig
 
+from janus_trl import grpo_trainer
 from janus_trl.configs import JanusGRPOConfig
 from janus_trl.grpo_trainer import JanusGRPOTrainer
 from janus_trl.script_arguments import lora_config
@@ -42,6 +43,7 @@ class Scenario:
         resume: train again from the checkpoint of step 2.
         evaluate: evaluate `EVAL_ROWS` rows at the end.
         raises: the reward raises on rank 1.
+        engine: with several processes, sample on the decode engine as on a GPU.
         options: further fields of `JanusGRPOConfig`.
     """
 
@@ -51,14 +53,16 @@ class Scenario:
     resume: bool = False
     evaluate: bool = False
     raises: bool = False
+    engine: bool = False
     options: dict = field(default_factory=dict)
 
 
 SCENARIOS = {
     "t2i_full": Scenario("t2i", accumulation=2, resume=True, evaluate=True, options={"beta": 0.04}),
-    "t2i_lora": Scenario("t2i", lora=True, resume=True, options={"beta": 0.04}),
-    "i2t_full": Scenario("i2t"),
+    "t2i_lora": Scenario("t2i", lora=True, resume=True, engine=True, options={"beta": 0.04}),
+    "i2t_full": Scenario("i2t", engine=True),
     "i2t_lora": Scenario("i2t", lora=True),
+    "t2i_engine": Scenario("t2i", engine=True, options={"keep_rollout_buffers": False, "rollout_batch_size": 3}),
     "t2i_no_gather": Scenario("t2i", options={"ds3_gather_for_generation": False, "max_steps": 2}),
     "i2t_no_gather": Scenario("i2t", options={"ds3_gather_for_generation": False, "max_steps": 2}),
     "reward_raises": Scenario("t2i", raises=True, options={"max_steps": 1}),
@@ -151,8 +155,10 @@ def digest(trainer: JanusGRPOTrainer) -> str:
 
 def run(name: str, scenario: Scenario, folder: str, output: Path, processes: int) -> dict:
     """All of one scenario: train, save, evaluate, resume."""
+    grpo_trainer.ENGINE_DEVICES = ("cpu",) if scenario.engine and processes > 1 else ("cuda",)
     trainer = build_trainer(name, scenario, folder, output, processes)
     result = train(trainer)
+    result["engine"] = trainer._engine is not None
     result["digest"] = digest(trainer)
     trainer.save_model(str(output / name / "final"))
     if scenario.evaluate:

@@ -14,7 +14,7 @@ from janus_trl.sampling import encode_prompts
 from tests.distributed_launch import Runs, build_janus, launch, launch_separately
 from tests.distributed_worker import EVAL_ROWS, GLOBAL_BATCH, STEPS
 
-LONG = ["t2i_full", "t2i_lora", "i2t_full", "i2t_lora"]  # three steps
+LONG = ["t2i_full", "t2i_lora", "i2t_full", "i2t_lora", "t2i_engine"]  # three steps
 NO_GATHER = ["t2i_no_gather", "i2t_no_gather"]
 DDP = ["t2i_full", "t2i_lora", "i2t_full"]
 CASES = [("zero3", name) for name in LONG + NO_GATHER] + [("ddp", name) for name in DDP]
@@ -130,6 +130,12 @@ def test_reference_model_gives_a_kl_of_zero_before_the_first_update_only(two, sc
 @pytest.mark.parametrize(("launcher", "scenario"), CASES)
 def test_every_rollout_is_sampled_from_the_current_weights(two, scenario):
     assert max(two.logged(scenario, "logps/drift_max")) < 1e-4
+
+
+@pytest.mark.parametrize("scenario", ["t2i_lora", "i2t_full", "t2i_engine"])
+def test_the_engine_sampled_from_sharded_weights(zero3, one, scenario):
+    assert all(rank["engine"] for rank in zero3[scenario])  # the tests above compare it with the plain path
+    assert not one[scenario][0]["engine"]
 
 
 @pytest.mark.parametrize("scenario", ["i2t_full", "i2t_lora", "i2t_no_gather"])

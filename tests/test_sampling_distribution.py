@@ -7,9 +7,9 @@ import torch
 from transformers import JanusProcessor
 
 from janus_trl.modeling import JanusForInterleavedGeneration, bind_special_ids
+from janus_trl.picture_decoder import PictureDecoder
 from janus_trl.sampling import (
     SamplingSettings,
-    decode_codes,
     rollout,
     sample_ids,
 )
@@ -79,7 +79,7 @@ def test_ids_that_are_no_text_are_never_sampled(model, processor, task):
 
 def test_decoding_is_deterministic_rgb_and_of_the_size_in_the_config(model):
     codes = torch.stack([torch.arange(16), torch.zeros(16, dtype=torch.long)])
-    first, again = (decode_codes(model, codes) for _ in range(2))
+    first, again = (PictureDecoder(model)(codes) for _ in range(2))
     assert [p.tobytes() for p in first] == [p.tobytes() for p in again]
     assert all(p.mode == "RGB" and p.size == (16, 16) for p in first)
     assert first[0].tobytes() != first[1].tobytes()
@@ -89,15 +89,41 @@ def test_decoding_is_deterministic_rgb_and_of_the_size_in_the_config(model):
     ("value", "pixel"), [(-1.0, 0), (1.0, 255), (0.0, 128), (9.0, 255), (-9.0, 0), (-1 + 1.4 / 127.5, 1)]
 )
 def test_pixel_values_are_clamped_and_rounded(model, value, pixel):
-    model.decode_image_tokens = lambda codes: torch.full((1, 16, 16, 3), value)
-    (picture,) = decode_codes(model, torch.zeros(1, 16, dtype=torch.long))
+    model.model.vqmodel.decode = lambda codes: torch.full((1, 3, 16, 16), value)
+    (picture,) = PictureDecoder(model)(torch.zeros(1, 16, dtype=torch.long))
     assert picture.getextrema() == ((pixel, pixel),) * 3
+
+
+def test_pictures_do_not_depend_on_the_chunk_nor_on_autocast(model):
+    codes = torch.randint(16, (5, 16), generator=torch.Generator().manual_seed(0))
+    whole, parts = PictureDecoder(model)(codes), PictureDecoder(model, batch_size=2)(codes)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = PictureDecoder(model)(codes)
+    assert len(whole) == 5
+    for a, b, c in zip(whole, parts, cast, strict=True):
+        assert a.tobytes() == b.tobytes() == c.tobytes()
+
+
+def test_a_decoder_in_another_precision_keeps_a_copy_and_leaves_the_model_alone(model):
+    codes = torch.randint(16, (2, 16), generator=torch.Generator().manual_seed(0))
+    expected = PictureDecoder(model)(codes)
+    before = {name: weight.dtype for name, weight in model.state_dict().items()}
+    coarse = PictureDecoder(model, torch.bfloat16)
+    assert {p.dtype for p in coarse.vq.parameters()} == {torch.bfloat16} and coarse.vq is not model.model.vqmodel
+    gaps = torch.tensor([a - b for a, b in zip(coarse(codes)[0].tobytes(), expected[0].tobytes(), strict=True)])
+    assert 0 < gaps.abs().max() < 16
+    kept = PictureDecoder(model, torch.float32, keep_copy=True)
+    model.to(torch.bfloat16)  # as DeepSpeed does
+    assert [p.tobytes() for p in kept(codes)] == [p.tobytes() for p in expected]
+    assert PictureDecoder(model.float(), torch.float32).vq is model.model.vqmodel
+    assert {name: weight.dtype for name, weight in model.state_dict().items()} == before
+    assert not any(p.requires_grad for p in coarse.vq.parameters()) and not coarse.vq.training
 
 
 def test_pictures_belong_to_the_codes_of_their_row(model, processor):
     result = rollout(model, processor, PROMPTS, SamplingSettings(batch_size=2), SEEDS)
     for ids, picture in zip(result.completion_ids, result.images, strict=True):
-        (expected,) = decode_codes(model, torch.tensor([codes_of(model, ids)]))
+        (expected,) = PictureDecoder(model)(torch.tensor([codes_of(model, ids)]))
         assert picture.tobytes() == expected.tobytes()
 
 
