@@ -40,12 +40,12 @@ def main() -> None:
     engine = DecodeEngine(dtype, use_cuda_graphs=device == "cuda")
     for batch in args.batch:
         bench = Bench(args, model, processor, [prompt] * batch, bandwidth)
+        for name in args.baselines:
+            bench.measure(name, getattr(bench, name), 1)
         ours = partial(bench.ours, engine)
         bench.measure("engine", ours, args.repeats, warmup=lambda: engine.warmup_seconds)
         if args.text:
             bench.text_stage(engine)
-        for name in args.baselines:
-            bench.measure(name, getattr(bench, name), 1)
         if args.drift:
             bench.drift(engine)
         engine.release()
@@ -57,6 +57,7 @@ class Bench:
     def __init__(self, args, model, processor, prompts: list[str], bandwidth: float):
         self.args, self.model, self.processor, self.prompts, self.bandwidth = args, model, processor, prompts, bandwidth
         self.seeds = [row_seed(0, "bench", i) for i in range(len(prompts))]
+        self.baselines: dict[str, float] = {}
         self.cuda = model.lm_head.weight.device.type == "cuda"
 
     def settings(self, **changes) -> SamplingSettings:
@@ -117,6 +118,9 @@ class Bench:
         }
         if warmup:
             line["warmup_s"] = round(warmup(), 2)
+            line |= {f"times_{other}": round(taken / seconds, 2) for other, taken in self.baselines.items()}
+        else:
+            self.baselines[name] = seconds
         if self.cuda:
             line["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
         print(json.dumps(line), flush=True)

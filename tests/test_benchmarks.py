@@ -1,0 +1,33 @@
+"""The benchmarks run, on the tiny model, and print what they promise: one JSON line per measurement."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def lines(script: str, *arguments: str) -> list[dict]:
+    """What `benchmarks/<script>` prints."""
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_rollout_benchmark():
+    arguments = ["--size", "tiny", "--batch", "2", "--text", "4", "--drift", "--repeats", "1"]
+    measured = lines("rollout.py", *arguments, "--baselines", "plain", "generate", "loop")
+    by_name = {line["what"]: line for line in measured if not line["what"].startswith("drift")}
+    assert list(by_name) == ["plain", "generate", "loop", "engine", "engine text"]
+    engine = by_name["engine"]
+    assert engine["images_per_s"] == pytest.approx(2 / engine["seconds"], rel=0.02)
+    assert engine["times_generate"] == pytest.approx(by_name["generate"]["seconds"] / engine["seconds"], rel=0.02)
+    assert engine["ratio_to_roofline"] > 1 and engine["warmup_s"] == 0.0 and engine["batch"] == 2
+    assert by_name["engine text"]["sampled"] == 4
+    drifts = [(line["what"], line["guidance"]) for line in measured if line["what"].startswith("drift")]
+    assert sorted(drifts) == [(f"drift {path}", w) for path in ("engine", "plain") for w in (1.0, 5.0)]
+    assert all(line["max"] < 1e-5 for line in measured if line["what"].startswith("drift"))
