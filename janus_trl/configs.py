@@ -97,7 +97,9 @@ class JanusGRPOConfig(GRPOConfig):
             "choices": ["float32", "bfloat16"],
         },
     )
-    vq_batch_size: int = field(default=16, metadata={"help": "Pictures that are decoded at a time."})
+    vq_batch_size: int = field(
+        default=4, metadata={"help": "Pictures that are decoded at a time (about 0.4 GiB each in float32)."}
+    )
     sample_steps: int = field(
         default=0, metadata={"help": "Write a grid of held-out samples every so many steps; 0: at start and end."}
     )

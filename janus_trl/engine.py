@@ -2,7 +2,9 @@
 
 What makes it fast: keys without padding (a row's slot is its position, see `kernels`), q, k, v and gate, up as one
 matrix each, guidance before the affine layer of the image head, sampling on the device, and CUDA graphs that stay
-valid for the whole run because every buffer keeps its place. Without CUDA the same steps run uncaptured.
+valid for the whole run because every buffer keeps its place. Without CUDA the same steps run uncaptured. The residual
+stream, the image head's hidden states and all logits are float32 whatever the dtype: it costs nothing, and less
+rounding is what guidance multiplies.
 """
 
 import time
@@ -14,12 +16,11 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from .engine_weights import EngineWeights
-from .kernels import add_rms_norm, decode_attention, rotate, sample_step, silu_mul
+from .kernels import add_rms_norm, decode_attention, rotate, sample_step, silu_mul, wide_linear
 from .modeling import JanusForInterleavedGeneration, guide
 
 # Slots of the caches come in multiples of this, so that prompts of other lengths find room in the same buffers.
 SLOT_MULTIPLE = 128
-RESIDUAL = None
 # Text tokens between two looks at whether all rows have ended: each look waits for the device.
 STOP_CHECK_EVERY = 8
 # Most hidden states that one pass of the prefill holds, in tokens.
@@ -27,9 +28,11 @@ PREFILL_TOKENS = 16384
 
 
 def supports(model: JanusForInterleavedGeneration) -> bool:
-    """Whether the language model is a plain Llama (no biases, head size a power of two)."""
+    """Whether the language model is a plain Llama (no biases, head size a power of two, 16 or more on a GPU)."""
     config = model.config.text_config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if model.lm_head.weight.device.type == "cuda" and width < 16:  # the least that the matrix units take
+        return False
     plain = not getattr(config, "attention_bias", False) and not getattr(config, "mlp_bias", False)
     return config.model_type == "llama" and plain and config.hidden_act == "silu" and width & (width - 1) == 0
 
@@ -74,11 +77,12 @@ class DecodeEngine:
     def __post_init__(self):
         self.weights = EngineWeights(self.dtype)
 
-    def load_weights(self, model: JanusForInterleavedGeneration) -> None:
+    def load_weights(self, model: JanusForInterleavedGeneration, with_text: bool = True) -> None:
         """Bring the weights up to date (see `EngineWeights.load`)."""
         self.config, self.vocab_size = model.config.text_config, model.vocab_size
-        self.activation = model.model.generation_head.activation_fn
-        self.weights.load(model)
+        # An own instance: DeepSpeed's hooks on the model's would switch streams while a step is captured.
+        self.activation = type(model.model.generation_head.activation_fn)()
+        self.weights.load(model, with_text)
         if self.weights.moved:
             self.graphs.clear()
 
@@ -130,7 +134,7 @@ class DecodeEngine:
 
         rotary = LlamaRotaryEmbedding(self.config).to(device)
         positions = torch.arange(slots, device=device).unsqueeze(0)
-        cos, sin = rotary(torch.zeros((), device=device, dtype=self.dtype), positions)  # [1, slots, D]
+        cos, sin = rotary(torch.zeros((), device=device), positions)  # [1, slots, D], float32
         return cos[0].contiguous(), sin[0].contiguous()
 
     # One step --------------------------------------------------------------------------------------------------------
@@ -139,7 +143,7 @@ class DecodeEngine:
         """Run one token of `rows` rows, `[R, H]` -> last hidden states `[R, H]`; keys go to slot `lengths`."""
         w, eps, state = self.weights, self.config.rms_norm_eps, self.state
         where = state.lengths[:rows], state.prefix_rows[:rows], state.prefix_lengths[:rows]
-        residual, delta = x.to(RESIDUAL or x.dtype, copy=True), None
+        residual, delta = x.to(torch.float32, copy=True), None
         for i in range(self.config.num_hidden_layers):
             hidden = add_rms_norm(residual, delta, w[f"{i}.norm1"], eps)
             keys, values = self.keys[i, :rows], self.values[i, :rows]
@@ -151,7 +155,7 @@ class DecodeEngine:
 
     def _text_step(self, rows: int, greedy: bool, temperature: float) -> None:
         s, w = self.state, self.weights
-        logits = F.linear(s.hidden[:rows], w["lm_head"]).float() + self.text_bias
+        logits = wide_linear(s.hidden[:rows], w["lm_head"], self.text_bias)
         ids, logps = sample_step(logits, s.uniforms[:rows], s.step, temperature, greedy)
         self._record(ids.masked_fill(~s.alive[:rows], self.pad), logps.masked_fill(~s.alive[:rows], 0), rows)
         s.counts[:rows] += s.alive[:rows]
@@ -165,14 +169,15 @@ class DecodeEngine:
         s, w, streams = self.state, self.weights, 2 if guidance != 1.0 else 1
         last = self._layers(s.x[: rows * streams], rows * streams)
         s.lengths[: rows * streams] += 1
-        hidden = self.activation(F.linear(last, w["proj_out"], w["proj_out.bias"]))
+        hidden = self.activation(wide_linear(last, w["proj_out"], w["proj_out.bias"]))  # float32
         own, mixed = hidden[:rows], hidden
         if streams == 2:
             mixed = guide(own, hidden[rows:], guidance)
-        logits = F.linear(mixed, w["vision_head"], w["vision_head.bias"])
+        logits = wide_linear(mixed.to(self.dtype), w["vision_head"], w["vision_head.bias"])
         ids, logps = sample_step(logits, s.uniforms[:rows], s.step, temperature, greedy)
         if streams == 2 and conditional:
-            plain = (F.linear(own, w["vision_head"], w["vision_head.bias"]).float() / temperature).log_softmax(-1)
+            plain = wide_linear(own.to(self.dtype), w["vision_head"], w["vision_head.bias"])
+            plain = (plain / temperature).log_softmax(-1)
             logps = plain.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
         self._record(ids, logps, rows)
         embeds = F.embedding(ids, w["codes"])
@@ -248,7 +253,7 @@ class DecodeEngine:
         w, config, eps = self.weights, self.config, self.config.rms_norm_eps
         batch, length, width = embeds.shape
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        residual, delta = embeds.to(self.dtype).reshape(-1, width).to(RESIDUAL or self.dtype, copy=True), None
+        residual, delta = embeds.reshape(-1, width).to(torch.float32, copy=True), None
         cos, sin = self.cos[:length].unsqueeze(1), self.sin[:length].unsqueeze(1)  # [P, 1, D]
         for i in range(config.num_hidden_layers):
             hidden = add_rms_norm(residual, delta, w[f"{i}.norm1"], eps)
@@ -295,6 +300,8 @@ class DecodeEngine:
 
     def text(self, steps: int, greedy: bool, temperature: float, any_rank, progress: bool) -> torch.Tensor:
         """Sample text until all rows ended or `steps` ids; returns counts `[B]`. Ids stand in `state.ids`."""
+        if steps == 0:
+            return self.state.counts
         rows = len(self.state.alive)
         run = self._runner(
             ("text", greedy, temperature, self.opener), lambda: self._text_step(rows, greedy, temperature)

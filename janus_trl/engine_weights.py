@@ -27,8 +27,10 @@ class EngineWeights:
         return self.by_name[name]
 
     @torch.no_grad()
-    def load(self, model: JanusForInterleavedGeneration) -> None:
+    def load(self, model: JanusForInterleavedGeneration, with_text: bool = True) -> None:
         """Bring all weights up to date: copied once per rollout, LoRA merged on the way.
+
+        Without text no text is sampled, and text head and text embeddings are left out.
 
         Where the model's own storage can be used (same dtype, not sharded, no adapter), the fused matrices become
         that storage: the parameters turn into views of them, and later calls copy nothing. Under ZeRO-3 one matrix at
@@ -45,8 +47,9 @@ class EngineWeights:
             self._load(f"{i}.norm1", [layer.input_layernorm])
             self._load(f"{i}.norm2", [layer.post_attention_layernorm])
         self._load("norm", [lm.norm])
-        self._load("lm_head", [model.lm_head])
-        self._load("embed", [lm.embed_tokens])
+        if with_text:
+            self._load("lm_head", [model.lm_head])
+            self._load("embed", [lm.embed_tokens])
         for name, module in (("proj_out", head.proj_out), ("vision_head", head.vision_head)):
             self._load(name, [module])
             with gathered(module.bias):

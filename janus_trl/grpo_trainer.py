@@ -167,7 +167,7 @@ class JanusGRPOTrainer(GRPOTrainer):
         ):
             base = model.get_base_model() if is_peft_model(model) else model
             if engine is not None:
-                engine.load_weights(base)
+                engine.load_weights(base, with_text=settings.max_text_length > 0)
             result = rollout(
                 base,
                 self.processing_class,

@@ -38,13 +38,11 @@ if is_triton_available():
 
     @triton.jit
     def _rotate(pointers, partners, cos, sin, first_half, inside):
-        """Rotary position embedding in the half-split form of Llama, rounded as PyTorch rounds it in this dtype."""
+        """Rotary position embedding in the half-split form of Llama, in float32 and rounded once."""
         x = tl.load(pointers, mask=inside, other=0.0)
-        partner = tl.load(partners, mask=inside, other=0.0)
+        partner = tl.load(partners, mask=inside, other=0.0).to(tl.float32)
         partner = tl.where(first_half, -partner, partner)
-        dtype = x.dtype
-        own = (x.to(tl.float32) * cos).to(dtype).to(tl.float32)
-        return (own + (partner.to(tl.float32) * sin).to(dtype).to(tl.float32)).to(dtype)
+        return (x.to(tl.float32) * cos + partner * sin).to(x.dtype)
 
     @triton.jit
     def _attention_kernel(
@@ -59,8 +57,8 @@ if is_triton_available():
         prefix_row, prefix_length = tl.load(prefix_rows_ptr + row), tl.load(prefix_lengths_ptr + row)
         d, head = tl.arange(0, D), tl.arange(0, 16)
         partner, first_half = (d + D // 2) % D, d < D // 2
-        cos = tl.load(cos_ptr + length * D + d).to(tl.float32)
-        sin = tl.load(sin_ptr + length * D + d).to(tl.float32)
+        cos = tl.load(cos_ptr + length * D + d)
+        sin = tl.load(sin_ptr + length * D + d)
         qkv = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D
         of_group = head[:, None] < group
         q_ptr = qkv + (kv_head * group + head[:, None]) * D
@@ -97,24 +95,48 @@ if is_triton_available():
         tl.store(out, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=of_group)
 
     @triton.jit
-    def _sample_kernel(logits_ptr, uniforms_ptr, step_ptr, steps, ids_ptr, logps_ptr, width, inverse_temperature, GREEDY: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
-        row = tl.program_id(0).to(tl.int64)
-        columns = tl.arange(0, BLOCK)
-        inside = columns < width
-        z = tl.load(logits_ptr + row * width + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    def _block_mass_kernel(logits_ptr, tops_ptr, masses_ptr, width, blocks, inverse_temperature, BLOCK: tl.constexpr):
+        """Largest logit of each block of a row, and the sum of the exponentials below it."""
+        row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        z = tl.load(logits_ptr + row * width + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
         z = z * inverse_temperature
         top = tl.max(z, axis=0)
-        p = tl.exp(z - top)
-        total = tl.sum(p, axis=0)
+        tl.store(tops_ptr + row * blocks + block, top)
+        tl.store(masses_ptr + row * blocks + block, tl.sum(tl.exp(z - top), axis=0))
+
+    @triton.jit
+    def _sample_kernel(
+        logits_ptr, uniforms_ptr, step_ptr, steps, tops_ptr, masses_ptr, ids_ptr, logps_ptr,
+        width, blocks, inverse_temperature, GREEDY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    ):  # fmt: skip
+        """Inverse CDF: first the block, then the id in it. The last id of positive probability catches a target that
+        rounding put at the total."""
+        row = tl.program_id(0).to(tl.int64)
+        b = tl.arange(0, BLOCKS)
+        tops = tl.load(tops_ptr + row * blocks + b, mask=b < blocks, other=-float("inf"))
+        masses = tl.load(masses_ptr + row * blocks + b, mask=b < blocks, other=0.0)
+        top = tl.max(tops, axis=0)
+        masses = masses * tl.exp(tops - top)
+        total = tl.sum(masses, axis=0)
+        target = tl.load(uniforms_ptr + row * steps + tl.load(step_ptr)) * total
         if GREEDY:
-            chosen = tl.min(tl.where(z == top, columns, BLOCK), axis=0)
+            block = tl.min(tl.where(tops == top, b, BLOCKS), axis=0)
         else:
-            # Inverse CDF. The last id of positive probability catches a target that rounding put at the total.
-            target = tl.load(uniforms_ptr + row * steps + tl.load(step_ptr)) * total
-            cdf = tl.cumsum(p, axis=0)
-            first = tl.min(tl.where(inside & (cdf > target), columns, BLOCK), axis=0)
-            last = tl.max(tl.where(inside & (p > 0), columns, 0), axis=0)
-            chosen = tl.minimum(first, last)
+            first = tl.min(tl.where(tl.cumsum(masses, axis=0) > target, b, BLOCKS), axis=0)
+            block = tl.minimum(first, tl.max(tl.where(masses > 0, b, 0), axis=0))
+        block = tl.minimum(block, blocks - 1)  # rows that are not finite have none
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        z = tl.load(logits_ptr + row * width + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
+        z = z * inverse_temperature
+        if GREEDY:
+            chosen = tl.min(tl.where(z == top, columns, width), axis=0)
+        else:
+            p = tl.exp(z - top)
+            cdf = tl.sum(tl.where(b < block, masses, 0.0), axis=0) + tl.cumsum(p, axis=0)
+            first = tl.min(tl.where(cdf > target, columns, width), axis=0)
+            chosen = tl.minimum(first, tl.max(tl.where(p > 0, columns, 0), axis=0))
+        chosen = tl.minimum(chosen, width - 1)
         logp = tl.sum(tl.where(columns == chosen, z, 0.0), axis=0) - top - tl.log(total)
         tl.store(ids_ptr + row, chosen.to(tl.int64))
         tl.store(logps_ptr + row, logp)
@@ -123,6 +145,7 @@ if is_triton_available():
 LOG2_E = 1.4426950408889634
 # Of the attention kernel; the fastest of a search on an H200 with 32 heads of 128.
 KEYS_PER_TILE, STAGES, WARPS = 64, 3, 2
+LOGITS_PER_BLOCK = 2048
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
@@ -156,10 +179,19 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias` with a float32 result, `[R, K]`: it is accumulated in float32 and not rounded."""
+    if x.device.type == "cuda" and x.dtype != torch.float32:
+        out = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    else:
+        out = F.linear(x, weight).float()
+    return out if bias is None else out + bias
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding as in transformers' Llama: `[..., D]` with tables that broadcast to it."""
+    """Rotary position embedding as in transformers' Llama: `[..., D]` with float32 tables that broadcast to it."""
     first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
 def decode_attention(
@@ -177,7 +209,7 @@ def decode_attention(
 
     Args:
         qkv: projections of the new token, `[R, (heads + 2 * kv_heads) * D]`.
-        cos, sin: rotary tables by position, `[slots, D]`, in the dtype of the projections.
+        cos, sin: rotary tables by position, `[slots, D]`, float32.
         keys, values: caches `[R, kv_heads, slots, D]`, written in place.
         lengths: keys of each row before this step, `[R]`, int64.
         prefix_rows, prefix_lengths: the first `prefix_lengths` keys of a row stand in row `prefix_rows`, `[R]`, int64
@@ -218,11 +250,16 @@ def sample_step(
         step: the column to use, a tensor of one int64 (so that a captured graph can move on).
     """
     rows, width = logits.shape
-    if uses_triton(logits) and width <= 32768:
-        ids, logps = torch.empty(rows, dtype=torch.int64, device=logits.device), logits.new_empty(rows).float()
+    if uses_triton(logits):
+        blocks = triton.cdiv(width, LOGITS_PER_BLOCK)
+        tops, masses = (logits.new_empty(rows, blocks, dtype=torch.float32) for _ in range(2))
+        ids, logps = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
+        _block_mass_kernel[(rows, blocks)](
+            logits, tops, masses, width, blocks, 1 / temperature, BLOCK=LOGITS_PER_BLOCK, num_warps=4
+        )
         _sample_kernel[(rows,)](
-            logits, uniforms, step, uniforms.shape[1], ids, logps, width, 1 / temperature,
-            GREEDY=greedy, BLOCK=triton.next_power_of_2(width), num_warps=16,
+            logits, uniforms, step, uniforms.shape[1], tops, masses, ids, logps, width, blocks, 1 / temperature,
+            GREEDY=greedy, BLOCK=LOGITS_PER_BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=4,
         )  # fmt: skip
         return ids, logps
     log_probs = (logits.float() / temperature).log_softmax(-1)

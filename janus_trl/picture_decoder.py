@@ -26,7 +26,7 @@ class PictureDecoder:
         self,
         model: JanusForInterleavedGeneration,
         dtype: torch.dtype | None = None,
-        batch_size: int = 16,
+        batch_size: int = 4,
         keep_copy: bool = False,
     ):
         vq = model.model.vqmodel

@@ -5,10 +5,11 @@ import gc
 import torch
 from transformers import JanusConfig
 
+from .engine import SLOT_MULTIPLE
 from .rollouts import SamplingSettings
 
 # Share of the free memory that may be planned with: the rest goes to fragments and to the matrix libraries.
-USABLE = 0.9
+USABLE = 0.85
 
 
 def cache_bytes(config: JanusConfig, positions: int, streams: int, element_size: int = 2) -> int:
@@ -24,6 +25,7 @@ def row_bytes(config: JanusConfig, settings: SamplingSettings, prompt_length: in
     streams = 2 if draws and settings.guidance_scale != 1.0 else 1
     codes = config.vq_config.num_patches**2 if draws else 0
     positions = prompt_length + settings.max_text_length + codes + 1
+    positions = -(-positions // SLOT_MULTIPLE) * SLOT_MULTIPLE  # as the decode engine rounds them
     vocabulary = config.text_config.vocab_size if settings.max_text_length else config.vq_config.num_embeddings
     return cache_bytes(config, positions, streams, element_size) + 3 * 4 * vocabulary
 

@@ -1,9 +1,12 @@
 """The decode engine, uncaptured on CPU: the same rows as the plain path. Kernels: Triton against PyTorch on a GPU."""
 
+import os
+
 import pytest
 import torch
 from PIL import Image
 
+from janus_trl import kernels
 from janus_trl.engine import SLOT_MULTIPLE, DecodeEngine, supports
 from janus_trl.modeling import JanusForInterleavedGeneration
 from janus_trl.prompts import different_prompts
@@ -146,3 +149,27 @@ def test_engine_is_offered_to_plain_llama_only(model: JanusForInterleavedGenerat
     assert supports(model)
     model.config.text_config.attention_bias = True
     assert not supports(model)
+
+
+@pytest.mark.parametrize("width", [16, 2049, 102400])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_kernels_give_what_the_formulas_in_pytorch_give(width, greedy, monkeypatch):
+    """On a GPU, or in Triton's interpreter (TRITON_INTERPRET=1)."""
+    if not (kernels.is_triton_available() and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"))):
+        pytest.skip("needs Triton and a GPU or its interpreter")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(6, width, generator=generator) * 3).to(device)
+    logits[2, : width // 2] = -1e30  # forbidden
+    logits[3] += 20
+    uniforms = torch.rand(6, 4, generator=generator).to(device)
+    step, found = torch.tensor(2, device=device), []
+    for uses in (True, False):
+        monkeypatch.setattr(kernels, "uses_triton", lambda tensor, uses=uses: uses)
+        found.append(kernels.sample_step(logits, uniforms, step, 0.7, greedy))
+    (ids, logps), (expected, expected_logps) = found
+    assert torch.equal(ids, expected)
+    assert (logps - expected_logps).abs().max() < 1e-4
+    monkeypatch.setattr(kernels, "uses_triton", lambda tensor: True)
+    ids, logps = kernels.sample_step(logits * torch.nan, uniforms, step, 0.7, greedy)
+    assert ((0 <= ids) & (ids < width)).all() and logps.isnan().all()  # refused later, by its log-probs
