@@ -114,7 +114,8 @@ def train(run: GRPORun, argv: list[str]) -> JanusGRPOTrainer:
         eval_dataset=run.test,
         peft_config=lora_config(run.model),
     )
-    run.rewards.load()  # a reward model that does not load ends the run here, not after the first rollout
+    # A reward model that does not load, or fails its self-test, ends the run here, not after the first rollout.
+    or_exit(lambda _: run.rewards.load(), argv)
     keep_recipe(trainer, argv)
     trainer.add_callback(CurveCallback())
     if run.test is not None and run.args.num_samples:
