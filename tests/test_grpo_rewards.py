@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from janus_trl.rollouts import decode_codes
+from janus_trl.picture_decoder import PictureDecoder
 from tests.grpo import PROMPTS, ascending, prompts_dataset, steps, weights
 
 
@@ -182,7 +182,7 @@ def test_pictures_of_a_reward_are_what_decoding_gives_byte_by_byte(trainer_of):
     trainer.train()
     model, offset = trainer.base_model, trainer.base_model.vocab_size
     codes = torch.tensor([[i - offset for i in row if i >= offset] for row in seen["completion_ids"]])
-    again = decode_codes(trainer_of(max_reasoning_length=2).base_model, codes)  # as for final pictures, not trained
+    again = PictureDecoder(trainer_of(max_reasoning_length=2).base_model)(codes)  # as for final pictures, not trained
     assert len(again) == 4 and model.num_image_codes == codes.shape[1]
     assert [a.tobytes() for a in again] == [p.tobytes() for p in seen["generated_images"]]
 
