@@ -25,6 +25,21 @@ def check_prompt_template(config) -> None:
         )
 
 
+def check_reward_options(config) -> None:
+    """Refuse what the rewards cannot be called or summed with."""
+    one_of(config, "on_reward_error", ("raise", "none"))
+    if config.reward_timeout is not None and not config.reward_timeout > 0:
+        raise ValueError(f"reward_timeout = {config.reward_timeout} must be > 0 seconds, or null for no limit.")
+    weights = config.reward_weights or []
+    if not all(math.isfinite(weight) for weight in weights):
+        raise ValueError(f"reward_weights = {weights} must be finite numbers. Write e.g. reward_weights: [1.0, 0.5].")
+    if weights and not any(weights):
+        raise ValueError(
+            f"reward_weights = {weights}: nothing would be trained on. A weight of 0 only logs a reward; give at least "
+            "one another weight."
+        )
+
+
 def did_you_mean(name, known: Iterable[str]) -> str:
     """The question whether the nearest of `known` was meant, with a leading space; empty if none is near."""
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)

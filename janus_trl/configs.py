@@ -9,6 +9,7 @@ from .config_checks import (
     at_least,
     check_batch_sizes,
     check_prompt_template,
+    check_reward_options,
     check_world_size,
     one_of,
     refuse_unsupported,
@@ -105,6 +106,14 @@ class JanusGRPOConfig(GRPOConfig):
     )
     num_samples: int = field(default=8, metadata={"help": "Held-out prompts in the sample grid; 0: no grid."})
     prompt_template: str | None = field(default=None, metadata={"help": TEMPLATE_HELP})
+    on_reward_error: str = field(
+        default="raise",
+        metadata={"help": "A reward that raises: `raise` ends the run, `none` leaves the rows out and counts them."},
+    )
+    reward_timeout: float | None = field(
+        default=600.0,
+        metadata={"help": "Seconds for a call of an async reward; its rows are left out. null: no limit."},
+    )
 
     # TRL and transformers defaults, set on purpose
     log_multimodal: bool = field(
@@ -144,6 +153,7 @@ class JanusGRPOConfig(GRPOConfig):
         at_least(self, "sample_steps", 0, "0 draws the grid at start and end only")
         at_least(self, "num_samples", 0, "0 draws no grid")
         check_prompt_template(self)
+        check_reward_options(self)
         for name in ("temperature", "image_temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must be > 0. Use 1.0 to sample the model as it is.")

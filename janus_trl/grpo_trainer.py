@@ -22,7 +22,8 @@ from .model_card import write_model_card
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
 from .picture_decoder import PictureDecoder
 from .prompts import bind_prompt_template, conversational, prompt_with_pictures, user_text, with_row_ids
-from .reward_guard import guard, raise_on_all_ranks
+from .reward_guard import guard
+from .reward_settlement import settle
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .trainable import freeze_for_task, trainable_table
 
@@ -89,7 +90,13 @@ class JanusGRPOTrainer(GRPOTrainer):
         try:
             super().__init__(
                 model=model,
-                reward_funcs=guard(_as_list(reward_funcs)),
+                reward_funcs=guard(
+                    _as_list(reward_funcs),
+                    args.on_reward_error,
+                    args.reward_timeout,
+                    args.task,
+                    train_dataset.column_names,
+                ),
                 args=args,
                 train_dataset=conversational(train_dataset, args.task),
                 eval_dataset=with_row_ids(conversational(eval_dataset, args.task)),
@@ -243,7 +250,7 @@ class JanusGRPOTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         mode, start = "train" if self.model.training else "eval", time.perf_counter()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        raise_on_all_ranks(self.reward_funcs, self.accelerator)
+        rewards = settle(self.reward_funcs, rewards, self.reward_weights, self.accelerator, self._metrics[mode])
         self._metrics[mode]["time/reward_s"].append(time.perf_counter() - start)
         self._memory.end("reward", self._metrics[mode])
         if mode == "eval" and "row_id" in inputs[0]:
@@ -352,7 +359,9 @@ class JanusGRPOTrainer(GRPOTrainer):
             for row, picture, text, total in zip(inputs, pictures, texts, totals, strict=True)
         ]
 
-    def _score_samples(self, inputs: list[dict], prompts: list, texts: list[str], result: Rollout) -> list[float]:
+    def _score_samples(
+        self, inputs: list[dict], prompts: list, texts: list[str], result: Rollout
+    ) -> list[float | None]:
         """Weighted rewards, called as in training, without a trace in its metrics and tables; collective."""
         if result.images:
             pictures = zip(inputs, result.images, strict=True)
@@ -360,11 +369,12 @@ class JanusGRPOTrainer(GRPOTrainer):
         if not isinstance(prompts[0], str):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         rewards = super()._calculate_rewards(inputs, prompts, texts, result.completion_ids)
-        raise_on_all_ranks(self.reward_funcs, self.accelerator)
+        rewards = settle(self.reward_funcs, rewards, self.reward_weights, self.accelerator)
         self._pending_metrics.clear()
         self._pending_extra_logs.clear()
-        totals = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
-        return totals[: len(inputs)].tolist()  # every rank scored the same rows
+        totals = (rewards * self.reward_weights.to(rewards.device)).nansum(1)[: len(inputs)].tolist()
+        unscored = rewards.isnan().all(1).tolist()  # of all ranks; every rank scored the same rows
+        return [None if none else total for total, none in zip(totals, unscored, strict=False)]
 
 
 def _sample_for_trl(prompts: list, trainer: JanusGRPOTrainer) -> dict[str, list]:

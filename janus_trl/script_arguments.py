@@ -56,7 +56,12 @@ class JanusScriptArguments:
     )
     reward_funcs: list[str] | None = field(
         default=None,
-        metadata={"help": "Names, dotted paths (my_pkg.mod.fn, module:function) or mappings {name, weight, args}."},
+        metadata={
+            "help": "Names, dotted paths (my_pkg.mod.fn, module:function) or mappings {name, weight, alias, args}."
+        },
+    )
+    reward_batch_size: int | None = field(
+        default=None, metadata={"help": "Rows that a neural reward scores at a time, unless its args say; 8 if unset."}
     )
     dry_run: bool = field(default=False, metadata={"help": "Check recipe, data and rewards, say what it is, exit 0."})
     num_processes: int | None = field(default=None, metadata={"help": "dry_run: processes the run will have."})

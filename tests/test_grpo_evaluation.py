@@ -91,7 +91,7 @@ def test_sample_rows_get_pictures_weights_and_state_and_leave_no_trace_in_the_me
         return [10.0, 20.0]
 
     held_out = prompts_dataset().add_column("tag", ["t1", "t2", "t3", "t4"])
-    trainer = trainer_of([first, second], eval_dataset=held_out, reward_weights=[2.0, 0.5])
+    trainer = trainer_of([first, second], held_out, eval_dataset=held_out, reward_weights=[2.0, 0.5])
     assert [row["reward"] for row in trainer.sample_rows(2)] == [2 * 1.0 + 0.5 * 10.0, 0.5 * 20.0]
     assert seen == {"pictures": [(16, 16)] * 2, "step": 0, "tag": ["t1", "t2"]}
     assert not trainer._pending_metrics and not trainer._pending_extra_logs and not trainer._eval_rewards
@@ -101,7 +101,7 @@ def test_a_reward_that_fails_on_samples_stops_the_run(trainer_of):
     def broken(completions, **_):
         raise KeyError("gold")
 
-    with pytest.raises(RuntimeError, match="reward 'broken' failed on rank 0: KeyError: 'gold'"):
+    with pytest.raises(RuntimeError, match=r"reward 'broken' failed on rank 0, row 0 \(prompt 'q'\): KeyError: 'gold'"):
         trainer_of(broken, eval_dataset=prompts_dataset()).sample_rows(2)
 
 

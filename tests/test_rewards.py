@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from janus_trl.rewards import (
+    REGISTERED_REWARDS,
+    RegisteredReward,
+    Scores,
     check_reward_rows,
     check_reward_specs,
     completion_text,
@@ -16,6 +19,7 @@ from janus_trl.rewards import (
     parse_reward_specs,
     wrap_reward,
 )
+from janus_trl.rewards.calling import check_values
 
 CALL = dict(prompts=["p", "q"], completions=["a", "bbb"], completion_ids=[[1], [2]], trainer_state=None, log_extra=None)
 
@@ -35,6 +39,10 @@ def wants_solution(images, solution, completions):
 
 def brightness(generated_images):
     return [0.5 for _ in generated_images]
+
+def redness(generated_images, **columns):
+    means = [image.resize((1, 1)).getpixel((0, 0)) for image in generated_images]
+    return [(r - max(g, b)) / 255 for r, g, b in means]
 
 def positional(completions, /):
     return []
@@ -83,12 +91,18 @@ def test_numbers_left_as_text_by_yaml_become_numbers():
     [
         ([], "reward_funcs is empty"),
         (None, "reward_funcs is empty"),
-        ("pickscor", r"unknown reward 'pickscor'; valid: format, .*pickscore.*; did you mean 'pickscore'\?"),
+        (
+            "pickscor",
+            r"unknown reward 'pickscor'; valid: aesthetic, .*format, .*pickscore.*; did you mean 'pickscore'\?",
+        ),
         ("", "is not a reward"),
         (3, "3 is not a reward"),
         ([3], "3 is not a reward"),
-        ({"nam": "format"}, r"unknown key 'nam'.*valid: args, name, weight; did you mean 'name'\?"),
+        ({"nam": "format"}, r"unknown key 'nam'.*valid: alias, args, name, weight; did you mean 'name'\?"),
         ({"weight": 1.0}, "has no 'name'"),
+        ({"name": "format", "alias": "a/b"}, "alias of 'format' is 'a/b'; use letters"),
+        ({"name": "format", "alias": 3}, "alias of 'format' is 3"),
+        ([{"name": "format", "alias": "x"}, {"name": "pickscore", "alias": "x"}], "alias 'x' is given twice"),
         ("{name: x}", "not valid JSON"),
         ({"name": "format", "weight": "much"}, "weight of 'format' is 'much'; it must be of type float"),
         ({"name": "format", "weight": True}, "weight of 'format' is True"),
@@ -131,6 +145,16 @@ def test_own_functions_are_found_in_the_working_folder(user_module):
     assert [fn(**CALL) for fn in rewards.funcs] == [[1.0, 3.0], [1.0, 3.0], [10.0, 30.0], [0.5, 0.5], [2.0, 6.0]]
 
 
+def test_a_reward_of_ones_own_by_path_and_by_name(user_module, monkeypatch):
+    from PIL import Image
+
+    monkeypatch.setitem(REGISTERED_REWARDS, "red", RegisteredReward("my_rewards:redness", ("t2i",)))
+    pictures = [Image.new("RGB", (8, 8), colour) for colour in ((255, 0, 0), (0, 51, 0))]
+    for spec, name in (("my_rewards:redness", "redness"), ("my_rewards.redness", "redness"), ("red", "red")):
+        rewards = get_reward_funcs(spec, "t2i", ["prompt"])
+        assert rewards.names == [name] and rewards.funcs[0](**CALL, generated_images=pictures) == [1.0, -0.2]
+
+
 def test_functions_partials_and_lambdas_get_readable_and_different_names():
     def bright(completions, factor=1.0):
         return [factor] * len(completions)
@@ -138,6 +162,38 @@ def test_functions_partials_and_lambdas_get_readable_and_different_names():
     rewards = get_reward_funcs([bright, functools.partial(bright, factor=2.0), lambda completions: [0, 1]])
     assert rewards.names == ["bright", "bright_2", "lambda"]
     assert [fn(**CALL) for fn in rewards.funcs] == [[1.0, 1.0], [2.0, 2.0], [0.0, 1.0]]
+
+
+def test_one_reward_twice_under_two_aliases(user_module):
+    specs = [
+        {"name": "format", "alias": "tagged", "args": {"tag": "plan"}},
+        {"name": "format", "alias": "short", "args": {"max_length": 9}, "weight": 0},
+        "format",
+        "my_rewards:length",
+        {"name": "my_rewards:length", "alias": "length", "args": {"scale": 2}},
+    ]
+    rewards = get_reward_funcs(specs)
+    assert rewards.names == ["tagged", "short", "format", "length_2", "length"]
+    assert rewards.weights == [1.0, 0.0, 1.0, 1.0, 1.0]
+    call = dict(prompts=[""] * 2, completions=["<plan>x</plan>", "<answer>xy</answer>"])
+    expected = [[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [14.0, 19.0], [28.0, 38.0]]
+    assert [fn(**call) for fn in rewards.funcs] == expected
+
+
+def test_batch_size_is_the_default_of_rewards_that_have_one():
+    class Batched:
+        def __init__(self, batch_size: int = 8):
+            self.batch_size = batch_size
+
+        def __call__(self, completions):
+            return [self.batch_size] * len(completions)
+
+    specs = [Batched, {"name": Batched, "args": {"batch_size": 2}}, lambda completions: [0] * len(completions)]
+    rewards = get_reward_funcs(specs, batch_size=3)
+    assert [fn(**CALL)[0] for fn in rewards.funcs] == [3, 2, 0]
+    assert get_reward_funcs(Batched).funcs[0](**CALL)[0] == 8
+    with pytest.raises(ValueError, match="reward_batch_size = 0 must be at least 1"):
+        get_reward_funcs("format", batch_size=0)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +289,6 @@ def test_numbers_of_all_kinds_become_floats(values):
         (torch.ones(2, 1), r"returned values of shape \(2, 1\)"),
         (torch.tensor(1.0), r"returned values of shape \(\)"),
         ([1.0, torch.ones(1)], r"returned values of shape \(1,\) for row 1"),
-        ([1.0, float("nan")], "returned nan for row 1; a reward must be finite"),
-        ([float("-inf"), 1.0], "returned -inf for row 0"),
         (["1", "2"], "returned a single str '1' for row 0"),
         (None, "returned a single NoneType None"),
         ({"a": 1}, "returned a single dict"),
@@ -243,6 +297,21 @@ def test_numbers_of_all_kinds_become_floats(values):
 def test_values_that_break_the_contract_name_the_reward(values, message):
     with pytest.raises(ValueError, match=message):
         wrap_reward(lambda completions: values, "bad")(**CALL)
+
+
+def test_what_is_not_finite_is_a_fault_and_no_score():
+    nan, inf = float("nan"), float("inf")
+    values = wrap_reward(lambda completions: torch.tensor([nan, -inf]), "bad")(**CALL)
+    assert values == [None, None] and list(values.faults) == [0, 1] and values.faults[1] == -inf
+    values = wrap_reward(lambda completions: [None, np.float32(inf)], "bad")(**CALL)
+    assert values == [None, None] and values.faults == {1: inf}
+    again = check_values("bad", values, 2)
+    assert again == values and again.faults == values.faults
+
+
+def test_counts_of_a_reward_reach_who_calls_it():
+    values = wrap_reward(lambda completions: Scores([1, 2], counts={"truncated": 1}), "fine")(**CALL)
+    assert values == [1.0, 2.0] and values.counts == {"truncated": 1}
 
 
 def test_an_exception_in_a_reward_is_passed_on():
@@ -260,6 +329,12 @@ def test_async_rewards_stay_async_and_are_checked():
     async def short(completions):
         return [1.0]
 
+    class Judge:
+        async def __call__(self, completions, scale: float):
+            return [scale] * len(completions)
+
+    partial = get_reward_funcs({"name": Judge(), "args": {"scale": 2}}).funcs[0]  # a partial of an instance
+    assert asyncio.run(partial(**CALL)) == [2.0, 2.0]
     rewards = get_reward_funcs([slow, short])
     assert asyncio.iscoroutinefunction(rewards.funcs[0])
     assert asyncio.run(rewards.funcs[0](**CALL)) == [1.0, 1.0]

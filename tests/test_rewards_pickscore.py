@@ -1,5 +1,6 @@
 """PickScore on a small random CLIP: the formula, micro-batches, and loading whole weights under ZeRO-3."""
 
+import json
 import logging
 
 import datasets
@@ -7,40 +8,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+from transformers import CLIPModel, CLIPProcessor
 from transformers.integrations import deepspeed as integration
 
-from janus_trl.rewards import get_reward_funcs
-from janus_trl.rewards.pickscore import PickScore, check_rows, check_weights_present, outside_zero_init
-
-CAPTIONS = ["a cat", "ab" * 60, "", "a bee", "c c c", "tea", "bat", "a"]
+from benchmarks.rewards import build_clip, clip_processor
+from benchmarks.rewards import main as rewards_benchmark
+from janus_trl.rewards import check_reward_rows, get_reward_funcs
+from janus_trl.rewards.clip_models import TransformersClip
+from janus_trl.rewards.pickscore import PickScore
+from janus_trl.rewards.placement import check_weights_present, outside_zero_init
+from tests.clip import CAPTIONS, pictures, save_clip
 
 
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("clip"))
-    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    vocabulary = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    tokenizer = CLIPTokenizer(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[], model_max_length=16)
-    image_processor = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    CLIPProcessor(tokenizer=tokenizer, image_processor=image_processor).save_pretrained(folder)
-    shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    text = dict(vocab_size=len(vocabulary), max_position_embeddings=16, bos_token_id=len(vocabulary) - 2, **shape)
-    text |= dict(eos_token_id=len(vocabulary) - 1, pad_token_id=len(vocabulary) - 1)
-    vision = dict(image_size=16, patch_size=8, **shape)
-    torch.manual_seed(0)
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
-    with torch.no_grad():  # the initial weights are so small that all pictures would look alike
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-        model.logit_scale.fill_(3.0)
-    model.save_pretrained(folder)
-    return folder
-
-
-def pictures() -> list[Image.Image]:
-    rng = np.random.default_rng(0)
-    return [Image.fromarray(rng.integers(0, 255, (20, 24, 3), dtype=np.uint8)) for _ in CAPTIONS]
+    return save_clip(str(tmp_path_factory.mktemp("clip")))
 
 
 def build(folder: str, **args):
@@ -74,8 +56,8 @@ def test_scores_equal_the_formula(clip_folder):
 def test_micro_batches_equal_one_batch(clip_folder, monkeypatch):
     whole = score(build(clip_folder, batch_size=8))
     sizes: list[int] = []
-    original = PickScore._score_batch
-    monkeypatch.setattr(PickScore, "_score_batch", lambda self, c, i: sizes.append(len(c)) or original(self, c, i))
+    original = TransformersClip.image_features
+    monkeypatch.setattr(TransformersClip, "image_features", lambda self, i: sizes.append(len(i)) or original(self, i))
     assert score(build(clip_folder, batch_size="3")) == pytest.approx(whole, abs=1e-5)
     assert sizes == [3, 3, 2]
 
@@ -86,16 +68,20 @@ def test_long_captions_keep_their_end_token(clip_folder):
     longer = rewards.funcs[0](prompts=["ab" * 60, "ab" * 90], completions=["", ""], generated_images=[picture[0]] * 2)
     assert longer[0] == pytest.approx(longer[1], abs=1e-6)
     assert longer[0] == pytest.approx(direct_score(clip_folder, "ab" * 90, picture[0]), abs=1e-5)
+    assert longer.counts == {"truncated": 2}
+    assert score(rewards).counts == {"truncated": 1}  # one of CAPTIONS
 
 
 def test_the_model_is_loaded_late_frozen_and_in_eval_mode(clip_folder):
     reward = PickScore(model=clip_folder, processor=clip_folder)
-    assert reward._model is None
+    assert not reward.clip.loaded
     reward.load()
-    model = reward._model
+    with reward.clip.ready() as clip:
+        model = clip.module
     assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
     reward.load()
-    assert reward._model is model
+    with reward.clip.ready() as clip:
+        assert clip.module is model
 
 
 def test_the_set_of_rewards_loads_its_models_on_demand(clip_folder, tmp_path):
@@ -114,7 +100,9 @@ def test_autocast_and_grad_mode_around_it_change_nothing(clip_folder):
 
 
 def test_half_precision_is_close(clip_folder):
-    assert score(build(clip_folder, dtype="bfloat16")) == pytest.approx(score(build(clip_folder)), abs=0.03)
+    half = score(build(clip_folder, dtype="bfloat16"))
+    assert half == pytest.approx(score(build(clip_folder)), abs=0.03)
+    assert any(value != torch.tensor(value).bfloat16().item() for value in half)  # compared in float32
 
 
 def test_whole_weights_are_loaded_under_zero3(clip_folder):
@@ -131,7 +119,8 @@ def test_whole_weights_are_loaded_under_zero3(clip_folder):
         reward = PickScore(model=clip_folder, processor=clip_folder)
         reward.load()
         assert integration.is_deepspeed_zero3_enabled()  # as before, for the policy
-        assert all(parameter.numel() for parameter in reward._model.parameters())
+        with reward.clip.ready() as clip:
+            assert all(parameter.numel() for parameter in clip.module.parameters())
         with pytest.raises(KeyError), outside_zero_init():
             raise KeyError
         assert integration.is_deepspeed_zero3_enabled()
@@ -166,7 +155,8 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(args, message):
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(clip_folder):
     reward = PickScore(model=clip_folder, processor=clip_folder, device="auto")
     reward.load()
-    assert reward._model.device.type == "cpu"
+    with reward.clip.ready() as clip:
+        assert clip.module.device.type == "cpu"
     with pytest.raises(ValueError, match="no GPU is visible"):
         PickScore(device="cuda")
 
@@ -174,10 +164,30 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(clip_folder):
 def test_prompts_in_other_scripts_are_scored_and_warned_about_once(clip_folder, caplog):
     prompts = ["a cat", "一只猫", "قطة", "🦊 café"]
     with caplog.at_level(logging.WARNING):
-        check_rows(datasets.Dataset.from_dict({"prompt": prompts}))
+        check_reward_rows(["pickscore", "clip_score"], datasets.Dataset.from_dict({"prompt": prompts}))
     assert len(caplog.records) == 1 and "50.0 %" in caplog.text
     values = build(clip_folder).funcs[0](prompts=prompts, completions=prompts, generated_images=pictures()[:4])
     assert np.isfinite(values).all()
     caplog.clear()
-    check_rows(datasets.Dataset.from_dict({"prompt": ["a cat", "café 🦊 12"]}))
+    check_reward_rows("pickscore", datasets.Dataset.from_dict({"prompt": ["a cat", "café 🦊 12"]}))
     assert not caplog.records
+
+
+@pytest.mark.parametrize("caption", ["a photo of a red cat", "Ein Vögelchen, 3 €", "a very long caption " * 40])
+def test_scores_with_the_real_vocabulary_equal_a_direct_computation(caption):
+    processor, model = clip_processor(), build_clip("tiny", "cpu", torch.float32)
+    reward = PickScore.of_model(model, processor, raw=True)
+    given = pictures(5)
+    values = reward(prompts=[caption] * 5, generated_images=given)
+    inputs = processor(text=[caption], images=given, return_tensors="pt", padding=True, truncation=True, max_length=77)
+    with torch.no_grad():
+        expected = model(**inputs).logits_per_image[:, 0]
+    assert values == pytest.approx(expected.tolist(), abs=1e-5 * 100)  # 1e-5 of the cosine
+    assert expected.std() > 0.05
+
+
+def test_the_benchmark_runs_on_a_cpu(capsys):
+    rewards_benchmark(["--size", "tiny", "--batch", "4", "--repeats", "1"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["measured"] for line in lines] == ["model", "step"]
+    assert lines[0]["images_per_s"] > 0 and 0 < lines[1]["preprocessing_s"] < 5 and lines[1]["batch"] == 4

@@ -56,3 +56,12 @@ def test_the_calls_that_are_relied_on_are_in_the_source_of_trl():
     generate = inspect.getsource(trl.GRPOTrainer._generate)
     assert "self.rollout_func(prompts, self)" in generate and 'extra_fields.pop("env_mask", None)' in generate
     assert "rollout_func" in inspect.signature(trl.GRPOTrainer.__init__).parameters
+
+
+def test_rows_that_no_reward_scores_leave_their_group_in_trl():
+    reward = inspect.getsource(inspect.unwrap(trl.GRPOTrainer._calculate_rewards))
+    assert "torch.tensor(output_reward_func, dtype=torch.float32" in reward and "return rewards_per_func" in reward
+    assert "isinf" not in reward and "isfinite" not in reward  # infinities mark faults on their way through it
+    assert reward.count("gather(rewards_per_func)") == 1
+    scoring = inspect.getsource(inspect.unwrap(trl.GRPOTrainer._generate_and_score_completions))
+    assert "unscorable_mask = torch.isnan(rewards_per_func).all(dim=1)" in scoring

@@ -14,6 +14,19 @@ IMAGE_ARGUMENTS = ("generated_images",)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
+class Scores(list):
+    """The values of a reward, one number or None per completion, and what is to be told beside them.
+
+    Attributes:
+        faults: row -> the NaN or infinity that the reward returned there; the value in the list is None.
+        counts: what to log, summed over all ranks, as `rewards/<name>/<key>`.
+    """
+
+    def __init__(self, values=(), faults: dict[int, float] | None = None, counts: dict[str, float] | None = None):
+        super().__init__(values)
+        self.faults, self.counts = dict(faults or {}), dict(counts or {})
+
+
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
     """Text of a completion, given as a string or as messages `[{"role": "assistant", "content": ...}]`."""
     if isinstance(completion, str):
@@ -45,6 +58,15 @@ def readable_name(function: Callable) -> str:
     return name.strip("<>")  # "<lambda>" would break file names and trackers
 
 
+def unique_name(base: str, taken: Sequence[str]) -> str:
+    """`base`, or `base_2`, `base_3`, … where that is taken."""
+    name, number = base, 1
+    while name in taken:
+        number += 1
+        name = f"{base}_{number}"
+    return name
+
+
 def wrap_reward(function: Callable, name: str) -> Callable:
     """Wrap a reward so that it gets only what it declares and returns one checked value per completion.
 
@@ -53,7 +75,8 @@ def wrap_reward(function: Callable, name: str) -> Callable:
         name: Becomes `__name__`, under which TRL logs `rewards/<name>/mean`.
 
     Returns:
-        A function of keyword arguments returning `list[float | None]` with one entry per completion.
+        A function of keyword arguments returning `Scores` with one entry per completion; the reward itself is in its
+        attribute `wrapped_reward`.
 
     Raises:
         ValueError: From the wrapped call, when the values break the contract (see `check_values`).
@@ -65,7 +88,8 @@ def wrap_reward(function: Callable, name: str) -> Callable:
         # A value set in the recipe wins over a data column of the same name.
         return {k: v for k, v in arguments.items() if k not in bound and (accepted is None or k in accepted)}
 
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+    inner = wrapped_reward(function)
+    if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__):
 
         async def reward(prompts: list, completions: list, completion_ids: list | None = None, **columns: Any):
             arguments = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
@@ -78,16 +102,27 @@ def wrap_reward(function: Callable, name: str) -> Callable:
 
     reward.__name__ = reward.__qualname__ = name
     reward.__doc__ = function.__doc__
+    reward.wrapped_reward = function
     return reward
 
 
-def check_values(name: str, values: Any, expected: int) -> list[float | None]:
-    """Check what a reward returned: one finite number or None for each of `expected` completions.
+def wrapped_reward(function: Callable) -> Callable:
+    """The reward inside `wrap_reward` and `functools.partial`."""
+    while isinstance(function, functools.partial) or hasattr(function, "wrapped_reward"):
+        function = function.func if isinstance(function, functools.partial) else function.wrapped_reward
+    return function
+
+
+def check_values(name: str, values: Any, expected: int) -> Scores:
+    """Check what a reward returned: one number or None for each of `expected` completions.
+
+    NaN and infinity are faults: they become None in the values, and stand in `Scores.faults`.
 
     Raises:
         ValueError: A single value, a wrong number of values, a nested list, a tensor that is not one-dimensional,
-            something that is not a number, NaN or infinity. The message names the reward, what it returned and the row.
+            something that is not a number. The message names the reward, what it returned and the row.
     """
+    faults, counts = getattr(values, "faults", {}), getattr(values, "counts", {})
     rule = f"expected a list of {expected} numbers (or None), one per completion"
     if hasattr(values, "shape"):  # tensor or array
         if len(values.shape) != 1:
@@ -97,7 +132,9 @@ def check_values(name: str, values: Any, expected: int) -> list[float | None]:
         raise ValueError(f"reward '{name}' returned {_describe(values)}; {rule}.")
     if len(values) != expected:
         raise ValueError(f"reward '{name}' returned {len(values)} values; {rule}.")
-    return [_check_value(name, row, value) for row, value in enumerate(values)]
+    numbers = [_check_value(name, row, value) for row, value in enumerate(values)]
+    found = {row: number for row, number in enumerate(numbers) if number is not None and not math.isfinite(number)}
+    return Scores([None if i in found else n for i, n in enumerate(numbers)], {**faults, **found}, counts)
 
 
 def _check_value(name: str, row: int, value: Any) -> float | None:
@@ -107,13 +144,7 @@ def _check_value(name: str, row: int, value: Any) -> float | None:
         raise ValueError(
             f"reward '{name}' returned {_describe(value)} for row {row}; expected a number, or None if unscorable."
         )
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(
-            f"reward '{name}' returned {number} for row {row}; a reward must be finite. Return None for a row that "
-            "cannot be scored."
-        )
-    return number
+    return float(value)
 
 
 def _describe(value: Any) -> str:

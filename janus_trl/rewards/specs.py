@@ -3,22 +3,31 @@
 import difflib
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-SPEC_KEYS = ("name", "weight", "args")
+SPEC_KEYS = ("name", "weight", "alias", "args")
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One reward as asked for: a registered name, an importable path or a function, with weight and arguments."""
+    """One reward as asked for.
+
+    Attributes:
+        name: A registered name, an importable path or a function.
+        weight: Its factor in the sum that is trained on; 0 logs it only.
+        args: Arguments of the function or class.
+        alias: Its name in metrics; needed to tell two entries of the same reward apart.
+    """
 
     name: str | Callable
     weight: float = 1.0
     args: dict[str, Any] = field(default_factory=dict)
+    alias: str | None = None
 
 
 def suggest(given: str, valid: Iterable[str]) -> str:
@@ -34,16 +43,20 @@ def parse_reward_specs(specs: Any) -> list[RewardSpec]:
 
     Args:
         specs: One entry or a list of entries. An entry is a name, a path (`my_pkg.mod.fn` or `module:function`), a
-            mapping `{name, weight, args}` (also as a JSON string), a `RewardSpec` or a Python function.
+            mapping `{name, weight, alias, args}` (also as a JSON string), a `RewardSpec` or a Python function.
 
     Raises:
-        ValueError: Nothing given, an unknown key, a missing name, a weight that is not a finite number.
+        ValueError: Nothing given, an unknown key, a missing name, a weight that is not a finite number, an alias that
+            would break metric names or is given twice.
     """
     if not isinstance(specs, list | tuple):
         specs = [] if specs is None else [specs]
     parsed = [_parse_one(spec) for spec in specs]
     if not parsed:
         raise ValueError("reward_funcs is empty: name at least one reward, for example `reward_funcs: [format]`.")
+    aliases = [spec.alias for spec in parsed if spec.alias]
+    if twice := [alias for alias in aliases if aliases.count(alias) > 1]:
+        raise ValueError(f"reward_funcs: alias '{twice[0]}' is given twice; each reward is logged under its own name.")
     return parsed
 
 
@@ -75,7 +88,13 @@ def _parse_mapping(spec: Mapping) -> RewardSpec:
     if not isinstance(args, Mapping):
         raise ValueError(f"reward_funcs: args of '{name}' is {args!r}; it must be a mapping of names to values.")
     weight = coerce(spec.get("weight", 1.0), float, f"reward_funcs: weight of '{name}'")
-    return RewardSpec(name if callable(name) else name.strip(), weight, dict(args))
+    alias = spec.get("alias")
+    if alias is not None and not (isinstance(alias, str) and re.fullmatch(r"[\w.-]+", alias)):
+        raise ValueError(
+            f"reward_funcs: alias of '{name}' is {alias!r}; use letters, digits, '_', '-' and '.': metrics and "
+            "files are named after it."
+        )
+    return RewardSpec(name if callable(name) else name.strip(), weight, dict(args), alias)
 
 
 def coerce(value: Any, annotation: Any, where: str) -> Any:

@@ -80,7 +80,7 @@ def configure(argv: list[str]) -> tuple[EvaluateArguments, str, Dataset, RewardS
     rows = limit_rows(load_training_dataset(args, args.task), args)["test"]
     checks = {"name": "test", "rows": args.validate_rows, "bad_rows": args.bad_rows}
     rows, _ = validated(rows, args.task, JanusProcessor.from_pretrained(base), **checks)
-    rewards = get_reward_funcs(args.reward_funcs, task=args.task, columns=rows.column_names)
+    rewards = get_reward_funcs(args.reward_funcs, args.task, rows.column_names, args.reward_batch_size)
     check_reward_rows(args.reward_funcs, rows)
     return args, base, rows, rewards
 

@@ -9,6 +9,7 @@ from transformers import JanusConfig, JanusProcessor
 from trl import ModelConfig
 
 from janus_trl.callbacks import CurveCallback, SampleGridCallback
+from janus_trl.config_checks import check_reward_options
 from janus_trl.configs import JanusGRPOConfig
 from janus_trl.data import load_training_dataset
 from janus_trl.data_report import first_prompt_lines, prompt_room, validated
@@ -47,7 +48,7 @@ def configure(argv: list[str]) -> GRPORun:
     train = splits["train"]
     if not script.reward_funcs:
         raise ValueError("reward_funcs is not set. Name at least one reward, e.g. reward_funcs: [pickscore].")
-    rewards = get_reward_funcs(script.reward_funcs, task=args.task, columns=train.column_names)
+    rewards = get_reward_funcs(script.reward_funcs, args.task, train.column_names, script.reward_batch_size)
     if args.reward_weights is None:
         args.reward_weights = rewards.weights
     elif any(weight != 1 for weight in rewards.weights):
@@ -60,6 +61,7 @@ def configure(argv: list[str]) -> GRPORun:
             f"reward_weights has {len(args.reward_weights)} values for {len(rewards.funcs)} rewards "
             f"({', '.join(rewards.names)}). Give one weight per reward."
         )
+    check_reward_options(args)
     check_reward_rows(script.reward_funcs, train)
     prompts = args.generation_batch_size // args.num_generations
     if len(train) < prompts:  # the sampler drops what does not fill a rollout: the run would end without a step
@@ -112,7 +114,8 @@ def train(run: GRPORun, argv: list[str]) -> JanusGRPOTrainer:
         eval_dataset=run.test,
         peft_config=lora_config(run.model),
     )
-    run.rewards.load()  # a reward model that does not load ends the run here, not after the first rollout
+    # A reward model that does not load, or fails its self-test, ends the run here, not after the first rollout.
+    or_exit(lambda _: run.rewards.load(), argv)
     keep_recipe(trainer, argv)
     trainer.add_callback(CurveCallback())
     if run.test is not None and run.args.num_samples:

@@ -1,0 +1,100 @@
+"""Training runs with rewards that hold a model, for `tests.test_rewards_distributed`; see `tests.distributed_worker`.
+
+A small CLIP lies in `<output>/clip`. Each rank writes what it saw to `<output>/<scenario>.rank<rank>.json`.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from janus_trl.configs import JanusGRPOConfig
+from janus_trl.grpo_trainer import JanusGRPOTrainer
+from janus_trl.rewards import get_reward_funcs
+from tests.distributed_worker import STEPS, Progress, rows
+
+FAULTY_ROW = 2  # of rank 1, at the last step, whose advantages TRL keeps
+
+
+def build(name: str, folder: str, output: Path, processes: int, rewards, **options) -> JanusGRPOTrainer:
+    """A trainer of eight t2i completions a step, in groups of four."""
+    args = JanusGRPOConfig(
+        output_dir=str(output / name), task="t2i", max_steps=STEPS, learning_rate=3e-4, lr_scheduler_type="constant",
+        per_device_train_batch_size=8 // processes, num_generations=4, shuffle_dataset=False, bf16=False,
+        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, seed=2, num_samples=0,
+        max_reasoning_length=0, model_init_kwargs={"dtype": "float32"}, reward_weights=rewards.weights, **options,
+    )  # fmt: skip
+    return JanusGRPOTrainer(folder, rewards.funcs, args, rows("t2i"), callbacks=[Progress()])
+
+
+def clip(folder: str, output: Path, processes: int) -> dict:
+    """CLIP on `auto` and on `cpu`, beside a reward that returns NaN once on one rank."""
+    rank, calls, path = torch.distributed.get_rank(), [], str(output / "clip")
+
+    def sometimes_nan(completions):
+        calls.append(len(completions))
+        faulty = rank == 1 and len(calls) == STEPS
+        return [math.nan if faulty and i == FAULTY_ROW else 0.0 for i in range(len(completions))]
+
+    args = {"model": path, "processor": path, "batch_size": 3}
+    specs = [
+        {"name": "pickscore", "args": args},
+        {"name": "pickscore", "alias": "on_cpu", "args": {**args, "device": "cpu", "offload": True}},
+        sometimes_nan,
+    ]
+    rewards = get_reward_funcs(specs, "t2i", ["prompt"])
+    trainer = build("clip", folder, output, processes, rewards)
+    rewards.load()
+    trainer.train()
+    saved, models = load_file(output / "clip" / "model.safetensors"), []
+    for function in rewards.funcs[:2]:
+        with function.wrapped_reward.clip.ready() as scorer:
+            models.append({name: weight.cpu() for name, weight in scorer.module.state_dict().items()})
+    return {
+        "logs": [entry for entry in trainer.state.log_history if "reward" in entry],
+        "intact": [all(torch.equal(model[name], weight) for name, weight in saved.items()) for model in models],
+        "advantages": list(trainer._logs["advantages"]),
+    }
+
+
+def async_raises(folder: str, output: Path, processes: int) -> dict:
+    """An `async` reward that raises on rank 1 while that of rank 0 is fine."""
+    rank = torch.distributed.get_rank()
+
+    async def judge(prompts):
+        if rank == 1:
+            raise ConnectionError("the judge is gone")
+        return [float(i) for i in range(len(prompts))]
+
+    trainer = build("async_raises", folder, output, processes, get_reward_funcs(judge))
+    start = time.perf_counter()
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        return {"message": str(error), "took": time.perf_counter() - start, "step": trainer.state.global_step}
+    return {"message": None}
+
+
+def main() -> None:
+    """Run the scenarios named on the command line."""
+    scenarios = {"clip": clip, "async_raises": async_raises}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--processes", required=True, type=int)
+    parser.add_argument("scenarios", nargs="+", choices=scenarios)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.scenarios:
+        JanusGRPOConfig(output_dir=str(options.output), report_to="none")  # starts the process group
+        result = scenarios[name](options.model, options.output, options.processes)
+        path = options.output / f"{name}.rank{torch.distributed.get_rank()}.json"
+        path.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
