@@ -52,6 +52,7 @@ REGISTERED_REWARDS: dict[str, RegisteredReward] = {
         rows_check="janus_trl.rewards.multiple_choice:check_rows",
     ),
     "format": RegisteredReward("janus_trl.rewards.format:FormatReward", ("t2i", "i2t")),
+    "vlm_judge": RegisteredReward("janus_trl.rewards.vlm_judge:VLMJudge", ("t2i",)),
 }
 
 
