@@ -53,6 +53,12 @@ REGISTERED_REWARDS: dict[str, RegisteredReward] = {
     ),
     "format": RegisteredReward("janus_trl.rewards.format:FormatReward", ("t2i", "i2t")),
     "vlm_judge": RegisteredReward("janus_trl.rewards.vlm_judge:VLMJudge", ("t2i",)),
+    "geneval": RegisteredReward(
+        "janus_trl.rewards.geneval:GenEval",
+        ("t2i",),
+        ("include",),
+        rows_check="janus_trl.rewards.geneval:check_rows",
+    ),
 }
 
 
