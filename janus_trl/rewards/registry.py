@@ -59,6 +59,7 @@ REGISTERED_REWARDS: dict[str, RegisteredReward] = {
         ("include",),
         rows_check="janus_trl.rewards.geneval:check_rows",
     ),
+    "jpeg_size": RegisteredReward("janus_trl.rewards.jpeg_size:JpegSize", ("t2i",)),
 }
 
 
