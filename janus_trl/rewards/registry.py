@@ -52,6 +52,12 @@ REGISTERED_REWARDS: dict[str, RegisteredReward] = {
         rows_check="janus_trl.rewards.multiple_choice:check_rows",
     ),
     "format": RegisteredReward("janus_trl.rewards.format:FormatReward", ("t2i", "i2t")),
+    "numeric": RegisteredReward(
+        "janus_trl.rewards.numeric:NumericReward",
+        ("i2t",),
+        ("answer",),
+        rows_check="janus_trl.rewards.numeric:check_rows",
+    ),
     "vlm_judge": RegisteredReward("janus_trl.rewards.vlm_judge:VLMJudge", ("t2i",)),
     "geneval": RegisteredReward(
         "janus_trl.rewards.geneval:GenEval",
