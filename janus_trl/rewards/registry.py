@@ -65,6 +65,7 @@ REGISTERED_REWARDS: dict[str, RegisteredReward] = {
         ("include",),
         rows_check="janus_trl.rewards.geneval:check_rows",
     ),
+    "ocr": RegisteredReward("janus_trl.rewards.ocr:OCR", ("t2i",), rows_check="janus_trl.rewards.ocr:check_rows"),
     "jpeg_size": RegisteredReward("janus_trl.rewards.jpeg_size:JpegSize", ("t2i",)),
 }
 
