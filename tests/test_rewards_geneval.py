@@ -276,7 +276,7 @@ def test_a_server_gets_picture_and_labels_and_a_failing_call_is_unscored():
         assert sorted(body["labels"] for _, _, body in server.requests) == [["cat", "dog"], ["dog"], ["dog"]]
         assert {path for path, _, _ in server.requests} == {"/detect"}
     assert logged["geneval/failed"] == 1.0 and logged["geneval/retries"] == 0.0
-    with pytest.raises(RuntimeError, match=f"all 1 calls to {server.url}/detect failed"):
+    with pytest.raises(ValueError, match=f"all 1 calls to {server.url}/detect failed"):
         score(GenEval(url=f"{server.url}/detect", max_retries=0), [DOG])
 
 
@@ -319,6 +319,8 @@ def test_rows_that_break_the_format_are_named(include, exclude, message):
         ({"url": "http://localhost:1", "detector": "a:b"}, "set either `url`"),
         ({"detector": "detector"}, "write module:function"),
         ({"detector": "no_such_module_here:f"}, "detector is 'no_such_module_here:f', which cannot be imported"),
+        ({"detector": "json:no_such_function"}, "which cannot be imported: .*no_such_function"),
+        ({"detector": "os.name"}, "and no function"),
         ({"url": "http://localhost:1", "mode": "strict"}, "valid: correct, share"),
         ({"url": "http://localhost:1", "threshold": 1.5}, "score threshold is 1.5; it must be from 0 to 1"),
         ({"url": "http://localhost:1", "max_objects": 0}, "max_objects is 0"),

@@ -229,18 +229,18 @@ def test_when_all_calls_fail_the_address_and_the_last_status_are_said_without_th
     denied = Reply({"error": f"Incorrect key {KEY}"}, status=401)
     server, judge = judge_of(lambda *_: denied, api_key_env="JUDGE_KEY")
     with pytest.raises(
-        RuntimeError, match=r"all 2 calls to http://127.*/v1/chat/completions failed.*HTTP 401"
+        ValueError, match=r"all 2 calls to http://127.*/v1/chat/completions failed.*HTTP 401"
     ) as raised:
         ask(judge, ["a", "b"])
     assert KEY not in str(raised.value) and "***" in str(raised.value)
     assert len(server.requests) == 2  # a wrong key is wrong the second time, too
-    with pytest.raises(RuntimeError, match="HTTP 401"):
+    with pytest.raises(ValueError, match="HTTP 401"):
         judge.load()
 
 
 def test_nobody_at_the_address():
     judge = VLMJudge("http://127.0.0.1:9/v1", "m", max_retries=0)
-    with pytest.raises(RuntimeError, match="127.0.0.1:9.*ConnectionRefusedError"):
+    with pytest.raises(ValueError, match="127.0.0.1:9.*ConnectionRefusedError"):
         judge.load()
 
 
@@ -249,7 +249,7 @@ def test_a_redirect_is_not_followed_with_the_key(judge_of, monkeypatch):
     other, _ = judge_of(lambda *_: Reply(completion("yes")))
     away = Reply(status=302, headers={"Location": f"{other.url}/v1/chat/completions"})
     _, judge = judge_of(lambda *_: away, api_key_env="JUDGE_KEY")
-    with pytest.raises(RuntimeError, match="HTTP 302"):
+    with pytest.raises(ValueError, match="HTTP 302"):
         ask(judge, ["x"])
     assert other.requests == []
 

@@ -27,6 +27,9 @@ async def later(prompts, generated_images, log_metric):
 """
 
 
+JUDGE = "{name: vlm_judge, args: {base_url: 'http://127.0.0.1:9', model: m, max_retries: 0}}"
+
+
 @pytest.fixture
 def pictures(tmp_path, monkeypatch):
     """Pictures 0.png to 11.png of shades 0, 20, ... in `out`, and a module of rewards, in the working folder."""
@@ -40,7 +43,8 @@ def pictures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
-    sys.modules.pop("my_scores", None)
+    for name in ("my_scores", "picture_detector"):
+        sys.modules.pop(name, None)
 
 
 def read_csv(path) -> list[dict[str, str]]:
@@ -95,7 +99,7 @@ def test_rows_of_a_jsonl_file_carry_columns(pictures):
 
 
 def test_geneval_rows_reach_the_reward_as_in_training(pictures):
-    (pictures / "my_detector.py").write_text(
+    (pictures / "picture_detector.py").write_text(
         "def detect(image, labels):\n"
         "    return [{'label': 'dog', 'box': [0, 0, 9, 9], 'score': image.getpixel((0, 0))[0] / 255}]\n"
     )
@@ -103,7 +107,7 @@ def test_geneval_rows_reach_the_reward_as_in_training(pictures):
     left = {**row, "include": [*row["include"], {"class": "cat", "count": 1, "position": ["left of", 0]}]}
     rows = [{**row, "image": "out/11.png"}, {**row, "image": "out/1.png"}, {**left, "image": "out/10.png"}]
     (pictures / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    score.main(["--rewards", "{name: geneval, args: {detector: my_detector:detect}}", "--prompts", "rows.jsonl"])
+    score.main(["--rewards", "{name: geneval, args: {detector: picture_detector:detect}}", "--prompts", "rows.jsonl"])
     assert [row["geneval"] for row in read_csv("scores.csv")] == ["1.0", "0.0", "0.0"]
 
 
@@ -145,6 +149,10 @@ def test_the_rewards_of_a_recipe_are_taken(pictures):
         (["--rewards", "jpeg_size", "--images", "out", "--batchsize", "3"], "Did you mean 'batch_size'"),
         (["--rewards", "my_scores:broken", "--images", "out"], "reward 'broken' returned 1 values"),
         (["--config", "no.yaml", "--images", "out"], "there is no such file"),
+        (
+            ["--images", "out", "--rewards", JUDGE],
+            "all 1 calls to http://127.0.0.1:9/chat/completions failed",
+        ),
     ],
 )
 def test_what_cannot_be_scored_is_one_message_and_exit_code_two(pictures, capsys, argv, message):

@@ -100,7 +100,7 @@ class GenEval:
         Raises:
             ValueError: A row whose lists break the format, a detection that breaks the contract, a colour that is
                 asked for and neither given nor classified.
-            RuntimeError: All calls failed.
+            NoAnswer: (a ValueError) all calls failed.
         """
         self.load()
         count = len(generated_images)

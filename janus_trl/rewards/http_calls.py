@@ -37,6 +37,12 @@ class NoVerdict(ValueError):
     """A reply in the right form that does not answer: asking again would cost the same and change nothing."""
 
 
+class NoAnswer(ValueError):
+    """A service that answered none of a step's calls."""
+
+    row = None  # no row of its own: all of them
+
+
 @dataclass
 class Call:
     """What came of one call: `value`, or None with the reason in `failure`."""
@@ -178,10 +184,10 @@ def check_some_answered(service: JsonService, calls: Sequence[Call]) -> None:
     """Refuse a step in which the service gave no answer at all: every row unscored would train on nothing.
 
     Raises:
-        RuntimeError: Naming reward, address and the last failure.
+        NoAnswer: (a ValueError) naming reward, address and the last failure.
     """
     if calls and not any(call.answered for call in calls):
-        raise RuntimeError(
+        raise NoAnswer(
             f"reward '{service.reward}': all {len(calls)} calls to {service.url} failed; the last: "
             f"{calls[-1].failure}. Check that the server runs, its address, the model's name and the key."
         )

@@ -1,5 +1,8 @@
 """Functions of the user's own that a reward is built on, such as a detector, named in the recipe."""
 
+import os
+import pkgutil
+import sys
 from collections.abc import Callable
 
 
@@ -13,12 +16,14 @@ def import_callable(path: str, reward: str, argument: str) -> Callable[[], Calla
     Raises:
         ValueError: Naming reward, argument and path.
     """
-    from janus_trl.rewards.registry import _import_target
-
     if ":" not in path and "." not in path:
         raise ValueError(f"reward '{reward}': {argument} is '{path}'; write module:function.")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # launched scripts have their own folder on the path, not the working folder
     try:
-        target = _import_target(path)
-    except ValueError as error:
-        raise ValueError(f"reward '{reward}': {argument} is '{path}', which cannot be imported: {error}") from error
+        target = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"reward '{reward}': {argument} is '{path}', which cannot be imported: {error}.") from error
+    if not callable(target):
+        raise ValueError(f"reward '{reward}': {argument} is '{path}', which is {target!r:.60} and no function.")
     return target if isinstance(target, type) else lambda: target

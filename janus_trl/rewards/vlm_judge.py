@@ -83,7 +83,7 @@ class VLMJudge:
         """One value per row; `prompts` are the captions, `generated_images` RGB PIL pictures.
 
         Raises:
-            RuntimeError: Every call failed.
+            NoAnswer: (a ValueError) every call failed.
         """
         calls = await self._ask(prompts, generated_images)
         for name, value in call_metrics("vlm_judge", calls).items():
@@ -96,7 +96,7 @@ class VLMJudge:
         """Ask once about a blank picture, so that a wrong address, model or key shows before the first rollout.
 
         Raises:
-            RuntimeError: The call failed.
+            NoAnswer: (a ValueError) the call failed.
         """
         from PIL import Image
 
