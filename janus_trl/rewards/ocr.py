@@ -123,7 +123,7 @@ def _rapidocr() -> Callable[[Any], str]:
     import numpy as np
     from rapidocr import RapidOCR
 
-    engine = RapidOCR()
+    engine = RapidOCR(params={"Global.log_level": "warning"})
 
     def read(image: Any) -> str:
         # The package reads arrays as BGR.
