@@ -228,9 +228,7 @@ def test_when_all_calls_fail_the_address_and_the_last_status_are_said_without_th
     monkeypatch.setenv("JUDGE_KEY", KEY)
     denied = Reply({"error": f"Incorrect key {KEY}"}, status=401)
     server, judge = judge_of(lambda *_: denied, api_key_env="JUDGE_KEY")
-    with pytest.raises(
-        ValueError, match=r"all 2 calls to http://127.*/v1/chat/completions failed.*HTTP 401"
-    ) as raised:
+    with pytest.raises(ValueError, match=r"all 2 calls to http://127.*/v1/chat/completions failed.*HTTP 401") as raised:
         ask(judge, ["a", "b"])
     assert KEY not in str(raised.value) and "***" in str(raised.value)
     assert len(server.requests) == 2  # a wrong key is wrong the second time, too
@@ -303,3 +301,14 @@ def test_a_judged_run_trains_on_its_values_and_logs_its_failures(judge_of, train
     log = trainer.state.log_history[0]
     assert log["rewards/vlm_judge/mean"] == pytest.approx((0.1 + 0.2 + 0.3) / 3, abs=1e-4)
     assert log["vlm_judge/failed"] == 1.0 and log["grad_norm"] > 0
+
+
+def test_a_run_whose_judge_never_answers_ends_before_it_trains_on_anything(judge_of, trainer_of):
+    server, _ = judge_of(lambda *_: Reply(status=403))
+    args = {"base_url": f"{server.url}/v1", "model": "judge"}
+    trainer = trainer_of(reward_funcs=get_reward_funcs({"name": "vlm_judge", "args": args}, task="t2i").funcs)
+    weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    with pytest.raises((ValueError, RuntimeError), match="vlm_judge.*all 4 calls to http.*HTTP 403"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and len(server.requests) == 4
+    assert all(bool((a == b).all()) for a, b in zip(weights, trainer.model.parameters()))
