@@ -46,6 +46,21 @@ REGISTERED_REWARDS: dict[str, RegisteredReward] = {
         rows_check="janus_trl.rewards.multiple_choice:check_rows",
     ),
     "format": RegisteredReward("janus_trl.rewards.format:FormatReward", ("t2i", "i2t")),
+    "numeric": RegisteredReward(
+        "janus_trl.rewards.numeric:NumericReward",
+        ("i2t",),
+        ("answer",),
+        rows_check="janus_trl.rewards.numeric:check_rows",
+    ),
+    "vlm_judge": RegisteredReward("janus_trl.rewards.vlm_judge:VLMJudge", ("t2i",)),
+    "geneval": RegisteredReward(
+        "janus_trl.rewards.geneval:GenEval",
+        ("t2i",),
+        ("include",),
+        rows_check="janus_trl.rewards.geneval:check_rows",
+    ),
+    "ocr": RegisteredReward("janus_trl.rewards.ocr:OCR", ("t2i",), rows_check="janus_trl.rewards.ocr:check_rows"),
+    "jpeg_size": RegisteredReward("janus_trl.rewards.jpeg_size:JpegSize", ("t2i",)),
 }
 
 
