@@ -267,15 +267,14 @@ def test_a_server_gets_picture_and_labels_and_a_failing_call_is_unscored():
             return Reply(status=400)
         return Reply({"detections": FOUND})
 
-    logged = {}
     with JsonServer(respond).running() as server:
         reward = GenEval(url=f"{server.url}/detect")
         images = [BLANK, Image.new("RGB", (8, 8), (9, 9, 9)), BLANK]
-        values = score(reward, [RED_DOG, DOG, LEFT], images=images, log_metric=logged.__setitem__)
+        values = score(reward, [RED_DOG, DOG, LEFT], images=images)
         assert values == [1.0, None, 0.0]
         assert sorted(body["labels"] for _, _, body in server.requests) == [["cat", "dog"], ["dog"], ["dog"]]
         assert {path for path, _, _ in server.requests} == {"/detect"}
-    assert logged["geneval/failed"] == 1.0 and logged["geneval/retries"] == 0.0
+        assert values.counts["failed"] == 1.0 and values.counts["retries"] == 0.0
     with pytest.raises(ValueError, match=f"all 1 calls to {server.url}/detect failed"):
         score(GenEval(url=f"{server.url}/detect", max_retries=0), [DOG])
 

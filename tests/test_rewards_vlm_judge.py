@@ -50,16 +50,11 @@ def judge_of(monkeypatch):
 
 
 def ask(judge: VLMJudge, prompts: list[str], images: list | None = None) -> tuple[list, dict, float]:
-    """Values, logged counts and seconds."""
-    logged: dict[str, float] = {}
+    """Values, counts and seconds."""
     images = images or [Image.new("RGB", (8, 8))] * len(prompts)
     start = time.perf_counter()
-    values = asyncio.run(judge(prompts=prompts, generated_images=images, log_metric=logged.__setitem__, tag=None))
-    return (
-        values,
-        {name.removeprefix("vlm_judge/"): value for name, value in logged.items()},
-        time.perf_counter() - start,
-    )
+    values = asyncio.run(judge(prompts=prompts, generated_images=images, tag=None))
+    return values, values.counts, time.perf_counter() - start
 
 
 # ------------------------------------------------------------------------------------------------- question and answer
@@ -300,7 +295,7 @@ def test_a_judged_run_trains_on_its_values_and_logs_its_failures(judge_of, train
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["rewards/vlm_judge/mean"] == pytest.approx((0.1 + 0.2 + 0.3) / 3, abs=1e-4)
-    assert log["vlm_judge/failed"] == 1.0 and log["grad_norm"] > 0
+    assert log["rewards/vlm_judge/failed"] == 1.0 and log["grad_norm"] > 0
 
 
 def test_a_run_whose_judge_never_answers_ends_before_it_trains_on_anything(judge_of, trainer_of):

@@ -19,11 +19,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from janus_trl.rewards.calling import Scores
 from janus_trl.rewards.geneval_rules import COLORS, Detection, Thresholds, Verdict, check_clauses, judge
 from janus_trl.rewards.http_calls import (
     JsonService,
     MalformedReply,
-    call_metrics,
+    call_counts,
     check_some_answered,
     data_url,
     read_key,
@@ -36,7 +37,7 @@ class GenEval:
 
     Rows need the columns `include` and `exclude` (lists, or JSON strings as `dataset_format: geneval` gives) and `tag`
     where `counting` prompts have a threshold of their own. A call to the server that fails for good is None, counted in
-    `geneval/failed`; a step in which all fail ends the run.
+    `rewards/<name>/failed`; a step in which all fail ends the run.
 
     Args:
         url: Address of a detection server; either this or `detector`.
@@ -92,9 +93,8 @@ class GenEval:
         include: list,
         exclude: list | None = None,
         tag: list | None = None,
-        log_metric: Callable | None = None,
         **columns: Any,
-    ) -> list[float | None]:
+    ) -> Scores:
         """One value per RGB PIL picture.
 
         Raises:
@@ -106,12 +106,13 @@ class GenEval:
         count = len(generated_images)
         rows = [_clauses(*row) for row in zip(range(count), include, exclude or [None] * count, strict=True)]
         labels = [sorted({clause["class"] for clause in [*wanted, *unwanted]}) for wanted, unwanted in rows]
-        found = await self._detect(generated_images, labels, log_metric)
+        found, counts = await self._detect(generated_images, labels)
         tags = tag or [""] * count
-        return [
+        values = [
             None if objects is None else self._value(image, *row, objects, tag or "")
             for image, row, objects, tag in zip(generated_images, rows, found, tags, strict=True)
         ]
+        return Scores(values, counts=counts)
 
     def verdict(self, image: Any, include: list, exclude: list, found: Sequence[Detection], tag: str = "") -> Verdict:
         """The conditions of one row, one by one."""
@@ -121,17 +122,14 @@ class GenEval:
         verdict = self.verdict(image, include, exclude, found, tag)
         return float(verdict.correct) if self._mode == "correct" else verdict.share
 
-    async def _detect(self, images: list, labels: list, log_metric: Callable | None) -> list[list[Detection] | None]:
+    async def _detect(self, images: list, labels: list) -> tuple[list[list[Detection] | None], dict[str, float]]:
         if self._service is None:
             # A thread of its own: the event loop belongs to the calls of other rewards, too.
-            return await asyncio.to_thread(lambda: [self._detect_here(*row) for row in zip(images, labels)])
+            return await asyncio.to_thread(lambda: [self._detect_here(*row) for row in zip(images, labels)]), {}
         builds = [functools.partial(_body, *row) for row in zip(images, labels)]
         calls = await self._service.post_all(builds, lambda reply: read_detections(reply["detections"]))
-        for name, value in call_metrics("geneval", calls).items():
-            if log_metric is not None:
-                log_metric(name, value)
         check_some_answered(self._service, calls)
-        return [call.value for call in calls]
+        return [call.value for call in calls], call_counts(calls)
 
     def _detect_here(self, image: Any, labels: list[str]) -> list[Detection]:
         return read_detections(self._detector(image, labels))

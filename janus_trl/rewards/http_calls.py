@@ -193,13 +193,13 @@ def check_some_answered(service: JsonService, calls: Sequence[Call]) -> None:
         )
 
 
-def call_metrics(reward: str, calls: Sequence[Call]) -> dict[str, float]:
+def call_counts(calls: Sequence[Call]) -> dict[str, float]:
     """Counts to be logged, always the same keys: failed calls, those of them cut at the time limit, further tries."""
     return {
-        f"{reward}/failed": float(sum(not call.answered for call in calls)),
-        f"{reward}/timed_out": float(sum(call.timed_out for call in calls)),
-        f"{reward}/no_verdict": float(sum(call.answered and call.value is None for call in calls)),
-        f"{reward}/retries": float(sum(call.retries for call in calls)),
+        "failed": float(sum(not call.answered for call in calls)),
+        "timed_out": float(sum(call.timed_out for call in calls)),
+        "no_verdict": float(sum(call.answered and call.value is None for call in calls)),
+        "retries": float(sum(call.retries for call in calls)),
     }
 
 

@@ -5,15 +5,16 @@ import logging
 import math
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
+from janus_trl.rewards.calling import Scores
 from janus_trl.rewards.http_calls import (
     Call,
     JsonService,
     MalformedReply,
     NoVerdict,
-    call_metrics,
+    call_counts,
     check_some_answered,
     data_url,
     read_key,
@@ -31,8 +32,8 @@ class VLMJudge:
     The probabilities are summed over all spellings of both words among the first 20 candidates of the token at which
     the judge gives its verdict. Where the server gives no log-probabilities, the verdict itself is 1 or 0. A call that
     fails for good (after retries, or at the time limit) and an answer without a verdict are None: not scored, and
-    counted in `vlm_judge/failed`, `/timed_out`, `/no_verdict`, `/retries` (per rank and step, averaged over ranks). A
-    step in which every call fails ends the run.
+    counted in `rewards/<name>/failed`, `/timed_out`, `/no_verdict`, `/retries`. A step in which every call fails ends
+    the run.
 
     Args:
         base_url: Address of the server up to `/v1`; `/chat/completions` is added.
@@ -77,20 +78,15 @@ class VLMJudge:
         self._model, self._question, self._max_tokens = model, question, max_tokens
         self._format, self._use_logprobs = image_format, use_logprobs
 
-    async def __call__(
-        self, prompts: list[str], generated_images: list, log_metric: Callable | None = None, **columns: Any
-    ) -> list[float | None]:
+    async def __call__(self, prompts: list[str], generated_images: list, **columns: Any) -> Scores:
         """One value per row; `prompts` are the captions, `generated_images` RGB PIL pictures.
 
         Raises:
             NoAnswer: (a ValueError) every call failed.
         """
         calls = await self._ask(prompts, generated_images)
-        for name, value in call_metrics("vlm_judge", calls).items():
-            if log_metric is not None:
-                log_metric(name, value)
         check_some_answered(self._service, calls)
-        return [call.value for call in calls]
+        return Scores([call.value for call in calls], counts=call_counts(calls))
 
     def load(self) -> None:
         """Ask once about a blank picture, so that a wrong address, model or key shows before the first rollout.

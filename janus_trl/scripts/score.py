@@ -215,6 +215,8 @@ def main(argv: list[str] | None = None) -> None:
     for first in range(0, len(rows), args.batch_size):
         batch = functools.partial(score, rewards, rows[first : first + args.batch_size])
         for name, column in zip(rewards.names, or_exit(lambda _, batch=batch: batch(count), [])):
+            for key, value in column.counts.items():
+                count(f"{name}/{key}", value)
             values[name] += column
     seconds = time.perf_counter() - start
     with open(args.output, "w", newline="", encoding="utf-8") as file:
