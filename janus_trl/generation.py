@@ -17,16 +17,19 @@ from typing import Any
 
 from PIL import Image
 from tqdm.auto import tqdm
-from transformers import ProcessorMixin
+from transformers import GenerationConfig, ProcessorMixin
 
 from .benchmark_layouts import PromptsLayout, png, tiled
 from .callbacks import save_grid
 from .data_text import control_tokens, neutralise
 from .engine import DecodeEngine
 from .images import load_image
+from .inference import base_checkpoint, this_process, weights_fingerprint
 from .modeling import JanusForInterleavedGeneration
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 
+# Fields of the arguments that the sampler gets.
+SAMPLED_WITH = ("max_text_length", "guidance_scale", "temperature", "image_temperature", "greedy", "batch_size")
 SETTINGS_FILE, TEMPORARY = "generation.json", ".partial"
 SHEET_PICTURES = 32
 
@@ -105,6 +108,38 @@ def check_settings(run: Generation, settings: dict[str, Any], write: bool = True
                 )
     elif write:
         run.write(path, (json.dumps(settings, indent=2) + "\n").encode())
+
+
+def prepare(args: Any, layout: PromptsLayout, output: Path, model_name: str) -> tuple[Generation, str]:
+    """The run and the base checkpoint of its model, checked against what is in the folder; no weights are loaded.
+
+    Args:
+        args: of the generate or evaluate script: the fields in `SAMPLED_WITH`, `task`, `seed`, `prompt_template`.
+
+    Raises:
+        ValueError: the model, or a folder that holds another run.
+    """
+    base = base_checkpoint(model_name)
+    if args.guidance_scale is None:
+        args.guidance_scale = published_guidance(base)
+    sampled = {name: getattr(args, name) for name in SAMPLED_WITH}
+    settings = SamplingSettings(task=args.task, **sampled)
+    process, processes = this_process()
+    run = Generation(output, layout, settings, args.seed, process, processes)
+    described = {"model": model_name, "weights": weights_fingerprint(model_name, base), "task": args.task}
+    described |= {"layout": layout.name, "prompts": len(layout.rows), "prompts_digest": rows_digest(layout)}
+    described |= {"num_images": layout.num_images, "seed": args.seed, "prompt_template": args.prompt_template}
+    check_settings(run, {**described, **sampled})
+    return run, base
+
+
+def published_guidance(base: str) -> float:
+    """The guidance scale in a checkpoint's generation config; 5, that of the published script, if it has none."""
+    try:
+        scale = GenerationConfig.from_pretrained(base).guidance_scale
+    except OSError:
+        scale = None
+    return 5.0 if scale is None else max(float(scale), 1.0)
 
 
 def generate(

@@ -8,22 +8,17 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from transformers import GenerationConfig
-
-from janus_trl.benchmark_layouts import LAYOUTS, PromptsLayout, check_layout
+from janus_trl.benchmark_layouts import LAYOUTS, check_layout
 from janus_trl.config_checks import at_least, check_prompt_template, one_of
 from janus_trl.configs import TEMPLATE_HELP
-from janus_trl.generation import Generation, check_settings, generate, join, rows_digest
-from janus_trl.inference import base_checkpoint, decode_engine, leave, load, this_process, weights_fingerprint
+from janus_trl.generation import Generation, generate, join, prepare
+from janus_trl.inference import decode_engine, leave, load
 from janus_trl.prompt_files import read_prompts
 from janus_trl.recipe import or_exit, parse_recipe
-from janus_trl.sampling import SamplingSettings
 
 # Text tokens at most where it is not set: in general, and of the embedded model (as in recipes/tiny).
 TEXT_LENGTHS = {"t2i": (0, 24), "i2t": (256, 40)}
-SAMPLED_WITH = ("max_text_length", "guidance_scale", "temperature", "image_temperature", "greedy", "batch_size")
 
 
 @dataclass
@@ -76,38 +71,6 @@ class GenerateArguments:
         at_least(self, "temperature", 0.01, "for the likeliest ids use --greedy true")
         at_least(self, "image_temperature", 0.01, "for the likeliest ids use --greedy true")
         check_prompt_template(self)
-
-
-def prepare(args: Any, layout: PromptsLayout, output: Path, model_name: str) -> tuple[Generation, str]:
-    """The run and the base checkpoint of its model, checked against what is in the folder; no weights are loaded.
-
-    Args:
-        args: `GenerateArguments`, or the arguments of an evaluation: the fields in `SAMPLED_WITH`, `task`, `seed`.
-
-    Raises:
-        ValueError: the model, or a folder that holds another run.
-    """
-    base = base_checkpoint(model_name)
-    if args.guidance_scale is None:
-        args.guidance_scale = published_guidance(base)
-    sampled = {name: getattr(args, name) for name in SAMPLED_WITH}
-    settings = SamplingSettings(task=args.task, **sampled)
-    process, processes = this_process()
-    run = Generation(output, layout, settings, args.seed, process, processes)
-    described = {"model": model_name, "weights": weights_fingerprint(model_name, base), "task": args.task}
-    described |= {"layout": layout.name, "prompts": len(layout.rows), "prompts_digest": rows_digest(layout)}
-    described |= {"num_images": layout.num_images, "seed": args.seed, "prompt_template": args.prompt_template}
-    check_settings(run, {**described, **sampled})
-    return run, base
-
-
-def published_guidance(base: str) -> float:
-    """The guidance scale in a checkpoint's generation config; 5, that of the published script, if it has none."""
-    try:
-        scale = GenerationConfig.from_pretrained(base).guidance_scale
-    except OSError:
-        scale = None
-    return 5.0 if scale is None else max(float(scale), 1.0)
 
 
 def configure(argv: list[str]) -> tuple[GenerateArguments, Generation, str]:
