@@ -31,7 +31,7 @@ from .sampling import Rollout, SamplingSettings, rollout, row_seed
 # Fields of the arguments that the sampler gets.
 SAMPLED_WITH = ("max_text_length", "guidance_scale", "temperature", "image_temperature", "greedy", "batch_size")
 SETTINGS_FILE, TEMPORARY = "generation.json", ".partial"
-SHEET_PICTURES = 32
+SHEET_PICTURES, SHEET_COLUMNS = 48, 8
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,8 @@ def _write_summary(run: Generation) -> None:
     run.write(run.output / ("samples.jsonl" if run.draws else "answers.jsonl"), lines.encode())
     items = [item for record in records[:SHEET_PICTURES] if (item := _sheet_item(run, record))]
     if items:
-        columns = run.layout.num_images if 1 < run.layout.num_images <= 8 else 4
+        count = run.layout.num_images  # the samples of a prompt stay together
+        columns = count * max(1, SHEET_COLUMNS // count) if count <= SHEET_COLUMNS else SHEET_COLUMNS
         run.write(run.output / "contact_sheet.png", lambda path: save_grid(items, path, columns=columns))
 
 

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from janus_trl import generation
+from janus_trl.engine import DecodeEngine
 from janus_trl.modeling import JanusForInterleavedGeneration
 from janus_trl.sampling import SamplingSettings, decode_codes, rollout, row_seed
 from janus_trl.scripts import generate
@@ -154,6 +155,26 @@ def stop_after(patch: pytest.MonkeyPatch, count: int) -> None:
         replace(*args)
 
     patch.setattr(generation.os, "replace", counted)
+
+
+def test_the_engine_of_training_makes_the_same_pictures(run, monkeypatch):
+    """On a GPU the script samples with the decode engine; uncaptured it runs on CPU too."""
+    argv = ["--prompt", *PROMPTS, "--num_images", "3", "--max_text_length", "4", "--batch_size", "5"]
+    plain, used = run(*argv, name="plain"), []
+
+    def engine_of(model, use_cuda_graphs):
+        used.append(DecodeEngine(torch.float32, use_cuda_graphs=False))
+        used[-1].load_weights(model)
+        return used[-1]
+
+    monkeypatch.setattr(generate, "decode_engine", engine_of)
+    assert files(run(*argv, name="engine")) == files(plain) and used[0].state is not None
+
+
+@pytest.mark.parametrize("count, width", [("1", 4), ("3", 6), ("4", 8)])
+def test_the_samples_of_a_prompt_stay_together_on_the_sheet(run, count, width):
+    out = run("--prompt", *PROMPTS, "--num_images", count)
+    assert Image.open(out / "contact_sheet.png").width == width * (192 + 8) + 8
 
 
 def test_only_what_is_missing_is_made(run, monkeypatch):
