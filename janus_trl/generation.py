@@ -24,7 +24,7 @@ from .callbacks import save_grid
 from .data_text import control_tokens, neutralise
 from .engine import DecodeEngine
 from .images import load_image
-from .inference import base_checkpoint, this_process, weights_fingerprint
+from .inference import base_checkpoint, picture_decoder, this_process, weights_fingerprint
 from .modeling import JanusForInterleavedGeneration
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 
@@ -150,21 +150,23 @@ def generate(
 ) -> int:
     """Make what is missing of this process's share, then what is joined from it. Returns the rows made."""
     control, made = list(control_tokens(processor.tokenizer)), 0
+    tools = {"engine": engine, "decoder": picture_decoder(model) if run.draws else None}
     mine = run.batches()[run.process :: run.processes]
     for batch in tqdm(mine, desc="batches", disable=True if run.process else None):
         if all(run.done(*row) for row in batch):
             continue
-        made += _make_batch(run, batch, model, processor, control, engine)
+        made += _make_batch(run, batch, model, processor, control, tools)
     join(run)
     return made
 
 
-def _make_batch(run: Generation, batch, model, processor, control: list[str], engine) -> int:
+def _make_batch(run: Generation, batch, model, processor, control: list[str], tools: dict) -> int:
+    """Sample the rows of a batch and write those that are missing; their number."""
     rows = [run.layout.rows[index] for index, _ in batch]
     seeds = [row_seed(run.seed, "generate", *row) for row in batch]
     pictures = None if run.draws else [[load_image(image) for image in row.images] for row in rows]
     prompts = [neutralise(row.prompt, control) for row in rows]
-    result = rollout(model, processor, prompts, run.settings, seeds, pictures, engine=engine)
+    result = rollout(model, processor, prompts, run.settings, seeds, pictures, **tools)
     texts = texts_of(processor, result)
     made = 0
     for k, (index, sample) in enumerate(batch):

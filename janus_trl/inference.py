@@ -11,6 +11,7 @@ from transformers import JanusProcessor
 
 from .engine import DecodeEngine, supports
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
+from .picture_decoder import PictureDecoder
 from .prompts import bind_prompt_template
 from .recipe import resolve_model
 
@@ -51,6 +52,11 @@ def decode_engine(model: JanusForInterleavedGeneration, use_cuda_graphs: bool = 
     engine = DecodeEngine(model.lm_head.weight.dtype, use_cuda_graphs)
     engine.load_weights(model)
     return engine
+
+
+def picture_decoder(model: JanusForInterleavedGeneration) -> PictureDecoder:
+    """Pictures in float32, as training makes them by default: what is shown is what was rewarded (DanceGRPO#117)."""
+    return PictureDecoder(model, torch.float32)
 
 
 def this_process() -> tuple[int, int]:

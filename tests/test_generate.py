@@ -17,7 +17,8 @@ from PIL import Image
 from janus_trl import generation
 from janus_trl.engine import DecodeEngine
 from janus_trl.modeling import JanusForInterleavedGeneration
-from janus_trl.sampling import SamplingSettings, decode_codes, rollout, row_seed
+from janus_trl.picture_decoder import PictureDecoder
+from janus_trl.sampling import SamplingSettings, rollout, row_seed
 from janus_trl.scripts import generate
 from tests.distributed_launch import environment, free_port
 
@@ -110,7 +111,7 @@ def test_pictures_are_those_of_the_training_sampler(run, model, processor):
     assert len(rows) == 8 and len({row["text"] for row in rows}) > 1
     record = json.loads((out / "records" / "00001-0001.json").read_text())
     codes = [i - model.vocab_size for i in record["completion_ids"] if i >= model.vocab_size]
-    (decoded,) = decode_codes(model, torch.tensor([codes]))
+    (decoded,) = PictureDecoder(model, torch.float32)(torch.tensor([codes]))
     assert Image.open(out / record["image"]).tobytes() == decoded.tobytes()
     assert Image.open(out / "contact_sheet.png").width > 2 * 192
     assert sorted(p.name for p in out.iterdir()) == [

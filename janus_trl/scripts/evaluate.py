@@ -32,7 +32,7 @@ from janus_trl.evaluation import (
     side_by_side,
     weighted_totals,
 )
-from janus_trl.inference import base_checkpoint, decode_engine, load
+from janus_trl.inference import base_checkpoint, decode_engine, load, picture_decoder
 from janus_trl.prompts import prompt_template, user_text
 from janus_trl.recipe import or_exit, parse_recipe
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
@@ -135,11 +135,9 @@ def sample(model, processor: JanusProcessor, rows: Dataset, args: EvaluateArgume
     settings = SamplingSettings(**{name: getattr(args, name) for name in shared})
     seeds = [row_seed(args.seed, "eval", i) for i in range(len(rows))]
     images = list(rows["images"]) if args.task == "i2t" else None
-    engine = decode_engine(model, args.use_cuda_graphs)
-    progress = sys.stderr.isatty()
-    return rollout(
-        model, processor, list(rows["prompt"]), settings, seeds, images, progress=progress, engine=engine
-    )  # fmt: skip
+    tools = {"engine": decode_engine(model, args.use_cuda_graphs), "progress": sys.stderr.isatty()}
+    tools["decoder"] = picture_decoder(model) if args.task == "t2i" else None
+    return rollout(model, processor, list(rows["prompt"]), settings, seeds, images, **tools)
 
 
 @dataclass
