@@ -20,7 +20,7 @@ from .evaluation import (
     side_by_side,
     weighted_totals,
 )
-from .generation import Generation, generate, join, prepare, read_records
+from .generation import Generation, generate, join, prepare, read_records, said
 from .images import load_image
 from .inference import decode_engine, leave, load, wait_for_all
 from .prompt_files import read_prompts
@@ -84,7 +84,8 @@ def run_benchmark(benchmark: Benchmark, args: Any) -> dict[str, Any] | None:
     for name, run, base in benchmark.models:
         if not join(run):
             model, processor = load(name, base, args.prompt_template)
-            generate(run, model, processor, decode_engine(model, args.use_cuda_graphs))
+            made = generate(run, model, processor, decode_engine(model, args.use_cuda_graphs))
+            print(said(run, made), file=sys.stderr)
             del model
     wait_for_all()  # the first process scores what all have made
     first = benchmark.models[0][1]

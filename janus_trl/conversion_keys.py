@@ -154,6 +154,18 @@ def _checked_sections(original: Mapping[str, Any]) -> dict[str, dict]:
     return params
 
 
+def vision_sizes(original: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """Width of an input picture and of a patch, in pixels.
+
+    Raises:
+        ValueError: the configuration or the weights do not tell.
+    """
+    size = original.get("vision_config", {}).get("params", {}).get("image_size")
+    if not isinstance(size, int):
+        raise ValueError(f"config.json: vision_config.params.image_size is {size!r}; it must be a number of pixels.")
+    return size, _shape(weights, "vision_model.vision_tower.patch_embed.proj.weight")[-1]
+
+
 def _vision_config(params: dict[str, dict], weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     tower = "vision_model.vision_tower."
     width, channels, patch, _ = _shape(weights, f"{tower}patch_embed.proj.weight")

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, processors
 from transformers import GenerationConfig, JanusImageProcessor, JanusProcessor, PreTrainedTokenizerFast
 
 from .config_checks import did_you_mean
+from .conversion_keys import vision_sizes
 from .tiny.processor import (
     ASSISTANT,
     BEGIN_OF_IMAGE,
@@ -52,18 +53,15 @@ def converted_processor(
     chat = CHAT_TEMPLATE
     for token, word in zip(TEMPLATES["janus_pro"], TEMPLATES[template]):
         chat = chat.replace(token, word)
-    size, patch = original.get("vision_config", {}).get("params", {}).get("image_size", 384), None
     settings = _optional_json(folder / "preprocessor_config.json")
-    if (embedding := weights.get("vision_model.vision_tower.patch_embed.proj.weight")) is not None:
-        patch = embedding.shape[-1]
-    size = settings.get("image_size", size)
     images = {key: settings[key] for key in _IMAGE_KEYS if key in settings}
+    size, patch = vision_sizes(original, weights)
     processor = JanusProcessor(
         JanusImageProcessor(size={"height": size, "width": size}, **images),
         tokenizer,
         chat_template=chat,
         use_default_system_prompt=True,
-        num_image_tokens=(size // patch) ** 2 if patch else 576,
+        num_image_tokens=(size // patch) ** 2,
     )
     return processor, template
 

@@ -160,6 +160,13 @@ def generate(
     return made
 
 
+def said(run: Generation, made: int) -> str:
+    """One line about what this process made."""
+    total = len(run.layout.rows) * run.layout.num_images
+    share = f" (process {run.process} of {run.processes})" if run.processes > 1 else ""
+    return f"{run.output}: made {made} of {total}{share}."
+
+
 def _make_batch(run: Generation, batch, model, processor, control: list[str], tools: dict) -> int:
     """Sample the rows of a batch and write those that are missing; their number."""
     rows = [run.layout.rows[index] for index, _ in batch]

@@ -83,9 +83,9 @@ def test_accuracy_counts_ones_among_scorable_rows():
 
 
 def test_tiny_world_accuracy_by_category(evaluated):
-    line, _ = evaluated(*T2I, "--max_test_rows", "16")
+    line, _ = evaluated(*T2I, "--max_test_rows", "8")
     figure = line["accuracy"]["tiny_world"]
-    assert figure["rows"] == 16 and 0 <= figure["interval"][0] <= figure["accuracy"] <= figure["interval"][1] <= 1
+    assert figure["rows"] == 8 and 0 <= figure["interval"][0] <= figure["accuracy"] <= figure["interval"][1] <= 1
     groups = line["category_accuracy"]["tiny_world"]
     assert set(groups) == set(line["category"])
     assert sum(group["right"] for group in groups.values()) == figure["right"]
@@ -93,10 +93,10 @@ def test_tiny_world_accuracy_by_category(evaluated):
 
 
 def test_multiple_choice_accuracy_has_an_interval(evaluated):
-    line, _ = evaluated(*I2T, "--max_test_rows", "16", "--greedy", "true")
+    line, _ = evaluated(*I2T, "--max_test_rows", "8", "--greedy", "true")
     figure = line["accuracy"]["multiple_choice"]
     assert figure["accuracy"] == pytest.approx(line["rewards"]["multiple_choice"]["mean"])
-    assert figure["interval"] == pytest.approx(wilson_interval(figure["right"], 16))
+    assert figure["interval"] == pytest.approx(wilson_interval(figure["right"], 8))
 
 
 @pytest.mark.parametrize("task", ["t2i", "i2t"])
@@ -156,7 +156,7 @@ def test_a_worse_model_is_behind_by_the_difference(evaluated, tmp_path):
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, 0, 0.5)
     model.save_pretrained(str(tmp_path / "loud"))
-    line, table = evaluated(*T2I, "--max_test_rows", "12", "--compare", str(tmp_path / "loud"))
+    line, table = evaluated(*T2I, "--max_test_rows", "8", "--compare", str(tmp_path / "loud"))
     gain = line["compare"]["difference"]
     assert (
         gain["mean"] == pytest.approx(line["reward"]["mean"] - line["compare"]["reward"]["mean"]) and gain["mean"] > 0

@@ -361,31 +361,44 @@ def test_an_adapter_draws_with_its_base(run, model, janus_folder, tmp_path):
     assert (plain / name).read_bytes() != (other / name).read_bytes()
 
 
-def start(argv: list[str], log: Path, **extra: str) -> subprocess.Popen:
-    """The script as a process of its own."""
-    command = [sys.executable, "-m", "janus_trl.scripts.generate", *argv]
-    with open(log, "w") as opened:
-        return subprocess.Popen(
-            command, env=environment(**extra), stdout=opened, stderr=subprocess.STDOUT, start_new_session=True
-        )
+def start(script: str, argv: list[str], log: Path, **extra: str) -> subprocess.Popen:
+    """A script as a process of its own; stdout goes to `log`, stderr to `log.err`."""
+    command = [sys.executable, "-m", f"janus_trl.scripts.{script}", *argv]
+    with open(log, "w") as out, open(f"{log}.err", "w") as err:
+        return subprocess.Popen(command, env=environment(**extra), stdout=out, stderr=err, start_new_session=True)
 
 
 def test_two_processes_make_the_pictures_of_one(run, janus_folder, tmp_path):
-    argv = ["--prompt", *PROMPTS, "--num_images", "3", "--batch_size", "2", "--layout", "prompts"]
-    straight = run(*argv, name="one")
-    out = tmp_path / "two"
+    """Each makes its share, neither waits for the other, and the first alone reports: here on a benchmark."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    shared = ["--prompts", str(tmp_path / "prompts.txt"), "--num_images", "3", "--batch_size", "2"]
+    straight, out = run(*shared, name="one"), tmp_path / "two"
+    argv = ["--model_name_or_path", janus_folder, "--output_dir", str(out), *shared, "--benchmark", "prompts"]
+    argv += ["--reward_funcs", "tests.test_generate.whiteness"]
     address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    argv = ["--model", janus_folder, "--output_dir", str(out), *argv]
+    logs = [tmp_path / f"log{rank}" for rank in range(2)]
     processes = [
-        start(argv, tmp_path / f"log{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank in range(2)
+        start("evaluate", argv, log, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank, log in enumerate(logs)
     ]
-    codes = [process.wait(120) for process in processes]
-    logs = [(tmp_path / f"log{rank}").read_text() for rank in range(2)]
-    assert codes == [0, 0], logs
+    try:
+        codes = [process.wait(120) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    errors = [Path(f"{log}.err").read_text() for log in logs]
+    assert codes == [0, 0], errors
     for rank in range(2):
-        assert f"made 6 of 12 (process {rank} of 2)" in logs[rank]
+        assert f"made 6 of 12 (process {rank} of 2)" in errors[rank]
     there = {name: content for name, content in files(out).items() if not name.startswith(".partial")}
     assert there == files(straight)
+    line = json.loads(logs[0].read_text())
+    assert line["reward"]["rows"] == 12 and logs[1].read_text() == ""
+
+
+def whiteness(generated_images, **columns) -> list[float]:
+    """A reward of the test's own: the largest value of each picture."""
+    return [max(picture.convert("L").getextrema()) / 255 for picture in generated_images]
 
 
 @pytest.mark.slow
@@ -399,9 +412,9 @@ def test_all_geneval_prompts_after_sigkill(tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     generate.main([*argv, "--output_dir", str(straight)])
     check_geneval(straight, rows, 32)
-    process = start([*argv, "--output_dir", str(killed)], tmp_path / "log")
+    process = start("generate", [*argv, "--output_dir", str(killed)], tmp_path / "log")
     while len(list(killed.glob("*/samples/*.png"))) < 553 * 2:
-        assert process.poll() is None, (tmp_path / "log").read_text()
+        assert process.poll() is None, (tmp_path / "log.err").read_text()
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -12,7 +12,7 @@ from pathlib import Path
 from janus_trl.benchmark_layouts import LAYOUTS, check_layout
 from janus_trl.config_checks import at_least, check_prompt_template, one_of
 from janus_trl.configs import TEMPLATE_HELP
-from janus_trl.generation import Generation, generate, join, prepare
+from janus_trl.generation import Generation, generate, join, prepare, said
 from janus_trl.inference import decode_engine, leave, load
 from janus_trl.prompt_files import read_prompts
 from janus_trl.recipe import or_exit, parse_recipe
@@ -88,14 +88,12 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args, run, base = or_exit(configure, argv)
-    total = len(run.layout.rows) * run.layout.num_images
     if join(run):  # no weights are needed to see that all is there
-        print(f"{run.output}: all {total} are there already.")
+        print(f"{run.output}: all {len(run.layout.rows) * run.layout.num_images} are there already.")
         return leave()
     model, processor = load(args.model_name_or_path, base, args.prompt_template)
     made = generate(run, model, processor, decode_engine(model, args.use_cuda_graphs))
-    share = f" (process {run.process} of {run.processes})" if run.processes > 1 else ""
-    print(f"{run.output}: made {made} of {total}{share}.", file=sys.stderr if run.process else sys.stdout)
+    print(said(run, made), file=sys.stderr if run.process else sys.stdout)
     leave()
 
 
