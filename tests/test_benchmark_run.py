@@ -24,8 +24,8 @@ from janus_trl.rewards import get_reward_funcs
 from janus_trl.script_arguments import lora_config
 from janus_trl.scripts import evaluate
 from janus_trl.tiny import grade, read_picture, tiny_dataset
+from tests.generation_files import GENEVAL, check_geneval, files, geneval_file
 from tests.grpo import pictures_dataset
-from tests.test_generate import GENEVAL, check_geneval, files, geneval_file
 
 T2I = ["--model_name_or_path", "tiny", "--task", "t2i", "--dataset_name", "tiny", "--reward_funcs", "tiny_world"]
 PROMPTS_OF_TINY = ["--benchmark", "prompts", "--prompts", "tiny", "--output_dir", "x"]

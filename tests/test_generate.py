@@ -2,12 +2,7 @@
 
 import json
 import os
-import re
-import signal
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,17 +15,7 @@ from janus_trl.modeling import JanusForInterleavedGeneration
 from janus_trl.picture_decoder import PictureDecoder
 from janus_trl.sampling import SamplingSettings, rollout, row_seed
 from janus_trl.scripts import generate
-from tests.distributed_launch import environment, free_port
-
-PROMPTS = ["a cat", "two red dogs", "the sea at night, in oil", "x"]
-GENEVAL = [
-    {"tag": "single_object", "include": [{"class": "bench", "count": 1}], "prompt": "a photo of a bench"},
-    {"tag": "counting", "include": [{"class": "cow", "count": 2}], "exclude": [{"class": "cow", "count": 3}],
-     "prompt": "a photo of two cows"},
-    {"tag": "position", "include": [{"class": "cow", "count": 1}, {"class": "bed", "count": 1,
-     "position": ["left of", 0]}], "prompt": "a photo of a bed left of a cow"},
-]  # fmt: skip
-OFFICIAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "prompts" / "geneval_official.jsonl"
+from tests.generation_files import GENEVAL, PROMPTS, check_geneval, files, geneval_file
 
 
 @pytest.fixture
@@ -56,46 +41,6 @@ def refused(janus_folder, tmp_path, capsys, monkeypatch):
         return capsys.readouterr().err
 
     return call
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its content."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def geneval_file(folder: Path, rows: list[dict]) -> str:
-    path = folder / "evaluation_metadata.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def scorer_reads(folder: Path) -> dict[int, tuple[dict, list[str]]]:
-    """What GenEval's `evaluate_images.py` finds: folders named by digits, one JSON object, names of digits."""
-    found = {}
-    for name in os.listdir(folder):
-        if (folder / name).is_dir() and name.isdigit():
-            with open(folder / name / "metadata.jsonl") as opened:
-                metadata = json.load(opened)
-            pictures = [n for n in os.listdir(folder / name / "samples") if re.match(r"\d+\.png", n)]
-            assert sorted(os.listdir(folder / name / "samples")) == sorted(pictures)
-            found[int(name)] = metadata, sorted(pictures)
-    return found
-
-
-def check_geneval(folder: Path, rows: list[dict], size: int) -> None:
-    """File by file: names, metadata, sizes, and the grid."""
-    found = scorer_reads(folder)
-    assert sorted(found) == list(range(len(rows)))
-    for index, row in enumerate(rows):
-        assert found[index] == (row, ["0000.png", "0001.png", "0002.png", "0003.png"])
-        place = folder / f"{index:05d}"
-        assert sorted(p.name for p in place.iterdir()) == ["grid.png", "metadata.jsonl", "samples"]
-        pictures = [Image.open(place / "samples" / f"{i:04d}.png") for i in range(4)]
-        assert {(p.mode, p.size) for p in pictures} == {("RGB", (size, size))}
-        grid = Image.open(place / "grid.png")
-        assert grid.size == (2 * size, 2 * size)
-        assert grid.crop((size, 0, 2 * size, size)).tobytes() == pictures[1].tobytes()
-        assert grid.crop((0, size, size, 2 * size)).tobytes() == pictures[2].tobytes()
 
 
 def test_pictures_are_those_of_the_training_sampler(run, model, processor):
@@ -124,40 +69,6 @@ def test_geneval_layout(run, tmp_path):
     check_geneval(out, GENEVAL, 16)
 
 
-@pytest.mark.skipif(not OFFICIAL.is_file(), reason="the official prompts are not here")
-def test_official_geneval_prompts_killed_half_way(run, tmp_path):
-    """Forty of them: killed in the middle and started again, the folder is that of a straight run, byte by byte."""
-    rows = [json.loads(line) for line in OFFICIAL.read_text().splitlines()][::14]
-    argv = ["--prompts", geneval_file(tmp_path, rows), "--layout", "geneval", "--batch_size", "16"]
-    straight = run(*argv, name="straight")
-    check_geneval(straight, rows, 16)
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(patch, 210)
-        with pytest.raises(KeyboardInterrupt):
-            run(*argv, name="killed")
-    there = files(tmp_path / "killed")
-    pictures = [name for name in there if "/samples/" in name]
-    assert 0 < len(pictures) < len(rows) * 4
-    changed = {name: (tmp_path / "killed" / name).stat().st_mtime_ns for name in there if not name.startswith(".part")}
-    run(*argv, name="killed")
-    for name, when in changed.items():
-        assert (tmp_path / "killed" / name).stat().st_mtime_ns == when, name
-    assert files(tmp_path / "killed") == files(straight)
-
-
-def stop_after(patch: pytest.MonkeyPatch, count: int) -> None:
-    """The process ends when it is about to rename its `count`-th file."""
-    replace, calls = os.replace, []
-
-    def counted(*args):
-        calls.append(args)
-        if len(calls) == count:
-            raise KeyboardInterrupt
-        replace(*args)
-
-    patch.setattr(generation.os, "replace", counted)
-
-
 def test_the_engine_of_training_makes_the_same_pictures(run, monkeypatch):
     """On a GPU the script samples with the decode engine; uncaptured it runs on CPU too."""
     argv = ["--prompt", *PROMPTS, "--num_images", "3", "--max_text_length", "4", "--batch_size", "5"]
@@ -176,57 +87,6 @@ def test_the_engine_of_training_makes_the_same_pictures(run, monkeypatch):
 def test_the_samples_of_a_prompt_stay_together_on_the_sheet(run, count, width):
     out = run("--prompt", *PROMPTS, "--num_images", count)
     assert Image.open(out / "contact_sheet.png").width == width * (192 + 8) + 8
-
-
-def test_only_what_is_missing_is_made(run, monkeypatch):
-    argv = ["--prompt", *PROMPTS, "--num_images", "3", "--batch_size", "2"]
-    out = run(*argv)
-    before = files(out)
-    for name in ("images/00001-0001.png", "records/00003-0002.json"):
-        (out / name).unlink()
-    sampled, original = [], generation.rollout
-    monkeypatch.setattr(generation, "rollout", lambda *a, **k: sampled.append(a[2]) or original(*a, **k))
-    run(*argv)
-    assert sampled == [["two red dogs", "two red dogs"], ["x", "x"]]  # the batches of the two rows, whole
-    assert files(out) == before
-
-
-def test_a_whole_folder_loads_no_weights(run, monkeypatch, capsys):
-    argv = ["--prompt", "a cat"]
-    run(*argv)
-    monkeypatch.setattr(JanusForInterleavedGeneration, "from_pretrained", None)
-    run(*argv)
-    assert "all 1 are there already" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (["--seed", "1"], "seed is 0 there and 1 here"),
-        (["--guidance_scale", "2"], "guidance_scale is 5.0 there and 2.0 here"),
-        (["--batch_size", "4"], "batch_size is 32 there and 4 here"),
-        (["--prompt", "a dog"], "prompts_digest is"),
-    ],
-)
-def test_a_folder_of_another_run_is_refused(run, capsys, change, message):
-    run("--prompt", "a cat")
-    with pytest.raises(SystemExit):
-        run(*(change if "--prompt" in change else ["--prompt", "a cat", *change]))
-    assert message in capsys.readouterr().err
-
-
-def test_a_model_that_was_trained_further_is_another_one(run, janus_folder, tmp_path, capsys):
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(janus_folder, tmp_path / "model")
-    run("--prompt", "a cat", model=str(tmp_path / "model"))
-    weights = load_file(tmp_path / "model" / "model.safetensors")
-    save_file({k: v + 1e-3 for k, v in weights.items()}, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SystemExit):
-        run("--prompt", "a cat", model=str(tmp_path / "model"))
-    assert "weights is" in capsys.readouterr().err
 
 
 def test_compbench_layout(run, tmp_path):
@@ -359,65 +219,3 @@ def test_an_adapter_draws_with_its_base(run, model, janus_folder, tmp_path):
     other = run("--prompt", "a cat", name="other", model=str(tmp_path / "adapter"))
     name = "images/00000-0000.png"
     assert (plain / name).read_bytes() != (other / name).read_bytes()
-
-
-def start(script: str, argv: list[str], log: Path, **extra: str) -> subprocess.Popen:
-    """A script as a process of its own; stdout goes to `log`, stderr to `log.err`."""
-    command = [sys.executable, "-m", f"janus_trl.scripts.{script}", *argv]
-    with open(log, "w") as out, open(f"{log}.err", "w") as err:
-        return subprocess.Popen(command, env=environment(**extra), stdout=out, stderr=err, start_new_session=True)
-
-
-def test_two_processes_make_the_pictures_of_one(run, janus_folder, tmp_path):
-    """Each makes its share, neither waits for the other, and the first alone reports: here on a benchmark."""
-    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    shared = ["--prompts", str(tmp_path / "prompts.txt"), "--num_images", "3", "--batch_size", "2"]
-    straight, out = run(*shared, name="one"), tmp_path / "two"
-    argv = ["--model_name_or_path", janus_folder, "--output_dir", str(out), *shared, "--benchmark", "prompts"]
-    argv += ["--reward_funcs", "tests.test_generate.whiteness"]
-    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    logs = [tmp_path / f"log{rank}" for rank in range(2)]
-    processes = [
-        start("evaluate", argv, log, RANK=str(rank), LOCAL_RANK=str(rank), **address) for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(120) for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    errors = [Path(f"{log}.err").read_text() for log in logs]
-    assert codes == [0, 0], errors
-    for rank in range(2):
-        assert f"made 6 of 12 (process {rank} of 2)" in errors[rank]
-    there = {name: content for name, content in files(out).items() if not name.startswith(".partial")}
-    assert there == files(straight)
-    line = json.loads(logs[0].read_text())
-    assert line["reward"]["rows"] == 12 and logs[1].read_text() == ""
-
-
-def whiteness(generated_images, **columns) -> list[float]:
-    """A reward of the test's own: the largest value of each picture."""
-    return [max(picture.convert("L").getextrema()) / 255 for picture in generated_images]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not OFFICIAL.is_file(), reason="the official prompts are not here")
-def test_all_geneval_prompts_after_sigkill(tmp_path):
-    """The 553 prompts with the embedded model: killed at a random moment, started again, equal to a straight run."""
-    rows = [json.loads(line) for line in OFFICIAL.read_text().splitlines()]
-    assert len(rows) == 553
-    argv = ["--model", "tiny", "--prompts", str(OFFICIAL), "--layout", "geneval", "--max_text_length", "0"]
-    argv += ["--batch_size", "64"]
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    generate.main([*argv, "--output_dir", str(straight)])
-    check_geneval(straight, rows, 32)
-    process = start("generate", [*argv, "--output_dir", str(killed)], tmp_path / "log")
-    while len(list(killed.glob("*/samples/*.png"))) < 553 * 2:
-        assert process.poll() is None, (tmp_path / "log.err").read_text()
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not (killed / "samples.jsonl").exists()
-    generate.main([*argv, "--output_dir", str(killed)])
-    assert files(killed) == files(straight)
