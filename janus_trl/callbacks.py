@@ -74,7 +74,9 @@ def _caption(item: Mapping[str, Any], width: int) -> str:
     lines = [line for part in parts for line in textwrap.wrap(part, width) or [""]]
     if len(lines) > MAX_CAPTION_LINES:
         lines = [*lines[: MAX_CAPTION_LINES - 1], lines[MAX_CAPTION_LINES - 1][: width - 2] + " …"]
-    reward = item.get("reward")
+    if "reward" not in item:
+        return "\n".join(lines)
+    reward = item["reward"]
     return "\n".join(["not scored" if reward is None else f"reward {reward:.3f}", *lines])
 
 
@@ -85,7 +87,8 @@ def save_grid(items: Sequence[Mapping[str, Any]], path: str | Path, scale: int |
     factors with nearest neighbour, so that small ones keep their pixels.
 
     Args:
-        items: mappings with `image` (RGB PIL image), `prompt`, and optionally `reward` (None: unscored), `reasoning`.
+        items: mappings with `image` (RGB PIL image), `prompt`, and optionally `reward` (None: unscored; absent: not
+            mentioned), `reasoning`.
         path: the file to write; its folder is created.
         scale: enlargement; None enlarges small pictures to about 192 pixels and leaves large ones as they are.
         columns: number of cells in a row.

@@ -109,7 +109,8 @@ def resolve_model(name: str | None, revision: str | None = None) -> str:
     if kind == "multi_modality":
         raise ValueError(
             f"model_name_or_path = {name} is an original DeepSeek checkpoint (model_type multi_modality), which "
-            f"transformers does not load. Use a converted one: {CONVERTED}."
+            f"transformers does not load. Use a converted one: {CONVERTED}; or convert it: "
+            f"python -m janus_trl.scripts.convert --input {name} --output {Path(name).name}-converted"
         )
     if kind != "janus":
         raise ValueError(f"model_name_or_path = {name} has model_type {kind!r}; it must be 'janus', e.g. {CONVERTED}.")
