@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from .curve import save_curve
+from .run_log import drift_over_noise, read_series
+
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+__all__ = ["CurveCallback", "SampleGridCallback", "drift_over_noise", "read_series", "save_curve", "save_grid"]
 
 logger = logging.getLogger(__name__)
 
@@ -21,49 +26,6 @@ MARGIN = 8  # pixels around every cell of a grid
 FONT_SIZE = 14
 MIN_CELL_WIDTH = 192  # narrower pictures are enlarged to about this, so that a caption fits below them
 MAX_CAPTION_LINES = 6
-PANELS = ("reward", "entropy/text", "entropy/image", "logps/drift_mean")
-
-
-def _trend(values: Sequence[float], steps: Sequence[float] | None = None) -> tuple[float, float, float]:
-    """Least-squares line through `(step, value)`: slope, intercept and residual standard deviation (n - 2)."""
-    steps = range(len(values)) if steps is None else steps
-    n = len(values)
-    mean_x, mean_y = sum(steps) / n, sum(values) / n
-    spread = sum((x - mean_x) ** 2 for x in steps)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(steps, values, strict=True)) / spread if spread else 0.0
-    intercept = mean_y - slope * mean_x
-    residual = sum((y - intercept - slope * x) ** 2 for x, y in zip(steps, values, strict=True))
-    return slope, intercept, math.sqrt(residual / (n - 2)) if n > 2 else 0.0
-
-
-def drift_over_noise(rewards: Sequence[float]) -> float:
-    """How far the reward has moved over a window, in units of its step-to-step noise.
-
-    With the least-squares line `r_t = a + b t` through the `n` rewards of the window:
-
-        drift = b (n - 1)                     what the line gains from the first step to the last
-        noise = sqrt(sum_t (r_t - a - b t)^2 / (n - 2))
-        drift_over_noise = drift / noise
-
-    If there is no trend, the value scatters around 0 with a standard deviation of about sqrt(12 / n): with 30 steps,
-    values beyond 1.3 in size are unlikely (2 standard deviations). Negative: the reward falls.
-
-    Args:
-        rewards: mean reward of each step, in order; values that are not finite are left out.
-
-    Returns:
-        The ratio. `nan` for fewer than three finite rewards; `inf` with the sign of the drift if the rewards lie
-        exactly on a line; 0.0 if they are all equal.
-    """
-    values = [float(reward) for reward in rewards if reward is not None and math.isfinite(reward)]
-    if len(values) < 3:
-        return math.nan
-    slope, _, noise = _trend(values)
-    drift = slope * (len(values) - 1)
-    rounding = 1e-12 * max(abs(value) for value in values)  # noise below it is float rounding
-    if noise <= rounding:
-        return 0.0 if abs(drift) <= rounding else math.copysign(math.inf, drift)
-    return drift / noise
 
 
 def _caption(item: Mapping[str, Any], width: int) -> str:
@@ -217,51 +179,3 @@ class CurveCallback(_DrawingCallback):
         if state.is_world_process_zero:
             path = Path(args.output_dir) / "curve.png"
             self._draw(str(path), lambda: save_curve(state.log_history, path))
-
-
-def read_series(log_history: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """The steps and the finite values at which `key` was logged; a step logged twice (after a resume) counts once."""
-    values = {}
-    for row in log_history:
-        if isinstance(row.get(key), int | float) and "step" in row:
-            value = float(row[key])
-            if math.isfinite(value):
-                values[int(row["step"])] = value
-    steps = sorted(values)
-    return steps, [values[step] for step in steps]
-
-
-def save_curve(log_history: Sequence[Mapping[str, Any]], path: str | Path) -> Path | None:
-    """Draw the reward with its least-squares trend, the entropies and the drift of a run into one PNG.
-
-    Args:
-        log_history: `state.log_history` of a trainer: one mapping per log call, with `step`.
-        path: the file to write.
-
-    Returns:
-        The path, or None (and no file) if none of the metrics has been logged.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no global state of pyplot
-    from matplotlib.figure import Figure
-
-    series = {key: read_series(log_history, key) for key in PANELS}
-    series = {key: points for key, points in series.items() if points[0]}
-    if not series:
-        return None
-    figure = Figure(figsize=(4 * len(series), 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(series), squeeze=False)[0]
-    for axes, (key, (steps, values)) in zip(panels, series.items(), strict=True):
-        axes.plot(steps, values, linewidth=1.2, marker="." if len(steps) < 30 else None)
-        axes.set(title=key, xlabel="step")
-        axes.grid(alpha=0.3)
-        if key == "reward" and len(steps) > 2:
-            slope, intercept, _ = _trend(values, steps)
-            ends = [steps[0], steps[-1]]
-            label = f"trend {slope * (ends[1] - ends[0]):+.3f}\ndrift/noise {drift_over_noise(values):.2f}"
-            axes.plot(ends, [intercept + slope * step for step in ends], "--", color="black", label=label)
-            axes.legend(fontsize=8)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path

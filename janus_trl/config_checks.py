@@ -40,6 +40,15 @@ def check_reward_options(config) -> None:
         )
 
 
+def check_stop_on_no_signal(config) -> None:
+    """Refuse to stop on what nobody looks for."""
+    if config.stop_on_no_signal and not config.monitor:
+        raise ValueError(
+            "stop_on_no_signal = True needs monitor = True, which finds out. Set monitor: true, or remove "
+            "stop_on_no_signal."
+        )
+
+
 def did_you_mean(name, known: Iterable[str]) -> str:
     """The question whether the nearest of `known` was meant, with a leading space; empty if none is near."""
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
