@@ -3,7 +3,7 @@
 Only the main process draws. A failure while drawing or logging is warned about once and never ends the training.
 """
 
-import logging
+import json
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +13,21 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from .curve import save_curve
+from .reporting import Attempts
 from .run_log import drift_over_noise, read_series
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["CurveCallback", "SampleGridCallback", "drift_over_noise", "read_series", "save_curve", "save_grid"]
-
-logger = logging.getLogger(__name__)
+__all__ = [
+    "CurveCallback",
+    "SampleGridCallback",
+    "drift_over_noise",
+    "read_series",
+    "save_curve",
+    "save_grid",
+    "save_texts",
+]
 
 MARGIN = 8  # pixels around every cell of a grid
 FONT_SIZE = 14
@@ -47,7 +54,8 @@ def save_grid(items: Sequence[Mapping[str, Any]], path: str | Path, scale: int |
     factors with nearest neighbour, so that small ones keep their pixels.
 
     Args:
-        items: mappings with `image` (RGB PIL image), `prompt`, and optionally `reward` (None: unscored), `reasoning`.
+        items: mappings with `image` (RGB PIL image; None: a blank cell), `prompt`, and optionally `reward` (None:
+            unscored), `reasoning`.
         path: the file to write; its folder is created.
         scale: enlargement; None enlarges small pictures to about 192 pixels and leaves large ones as they are.
         columns: number of cells in a row.
@@ -64,9 +72,11 @@ def save_grid(items: Sequence[Mapping[str, Any]], path: str | Path, scale: int |
         raise ValueError("items: an empty list cannot be drawn; give at least one picture")
     if (scale is not None and scale < 1) or columns < 1:
         raise ValueError(f"scale={scale}, columns={columns}: both must be at least 1")
-    largest = max(item["image"].width for item in items)
+    blank = Image.new("RGB", (MIN_CELL_WIDTH, MIN_CELL_WIDTH), "white")
+    images = [blank if item["image"] is None else item["image"] for item in items]
+    largest = max([item["image"].width for item in items if item["image"] is not None], default=blank.width)
     scale = scale or max(1, math.ceil(MIN_CELL_WIDTH / largest))
-    pictures = [_enlarged(item["image"], scale) for item in items]
+    pictures = [image if image is blank else _enlarged(image, scale) for image in images]
     width, height = max(p.width for p in pictures), max(p.height for p in pictures)
     font = ImageFont.load_default(size=FONT_SIZE)
     measure = ImageDraw.Draw(Image.new("RGB", (1, 1)))
@@ -89,6 +99,15 @@ def save_grid(items: Sequence[Mapping[str, Any]], path: str | Path, scale: int |
     return path
 
 
+def save_texts(items: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Write `prompt`, `reasoning` and `reward` of each sample as one line of JSON."""
+    names = ("prompt", "reasoning", "reward")
+    lines = [json.dumps({name: item.get(name) for name in names}, ensure_ascii=False) for item in items]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
 def _enlarged(image: "Image", scale: int) -> "Image":
     from PIL import Image
 
@@ -100,22 +119,17 @@ class _DrawingCallback(TrainerCallback):
     """Draws on the main process, and turns any failure into one warning: no picture is worth a run."""
 
     def __init__(self) -> None:
-        self._warned = False
+        self._attempt = Attempts()
 
-    def _draw(self, what: str, function: Callable[[], Any]) -> None:
-        try:
-            function()
-        except Exception as error:  # a full disk or a missing font must not end a training of days
-            if not self._warned:
-                logger.warning(
-                    "%s was not drawn (%s: %s); further failures are silent", what, type(error).__name__, error
-                )
-            self._warned = True
+    def _draw(self, path: Path, function: Callable[[], Any]) -> bool:
+        """Whether the function, which writes `path`, did not fail."""
+        return self._attempt(f"{path} was not drawn", lambda: [function()], kind="draw") is not None
 
 
 class SampleGridCallback(_DrawingCallback):
     """Writes `samples/step-000010.png` in the output folder: the same prompts with the same seeds, step after step.
 
+    The whole texts, with their rewards, are in `samples/step-000010.jsonl`, one line per picture.
     The pictures before the first update (step 0) are drawn too: they are what the later ones are compared with.
 
     Args:
@@ -123,18 +137,24 @@ class SampleGridCallback(_DrawingCallback):
             with `image`, `prompt`, `reward` and `reasoning`. What it raises is not caught.
         every: number of steps between two grids; 0 draws only at the start and at the end.
         scale: enlargement of the pictures, see `save_grid`.
+        send: called on the main process with the step, the samples and the path of their grid, e.g. a
+            `janus_trl.reporting.SampleSender`.
 
     Raises:
         ValueError: `every` below 0.
     """
 
     def __init__(
-        self, sample_fn: Callable[[int], Sequence[Mapping[str, Any]]], every: int, scale: int | None = None
+        self,
+        sample_fn: Callable[[int], Sequence[Mapping[str, Any]]],
+        every: int,
+        scale: int | None = None,
+        send: Callable[[int, Sequence[Mapping[str, Any]], Path], None] | None = None,
     ) -> None:
         super().__init__()
         if every < 0:
             raise ValueError(f"every={every}: must be at least 0, which draws only at the start and at the end")
-        self.sample_fn, self.every, self.scale = sample_fn, every, scale
+        self.sample_fn, self.every, self.scale, self.send = sample_fn, every, scale, send
         self._last_step: int | None = None
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
@@ -142,8 +162,9 @@ class SampleGridCallback(_DrawingCallback):
         self._sample(args, state)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        """Draws every `every` steps."""
-        if self.every and state.global_step % self.every == 0:
+        """Draws every `every` steps, and the last one: at the end of the training, dashboards are closed already."""
+        step = state.global_step
+        if (self.every and step % self.every == 0) or step >= state.max_steps:
             self._sample(args, state)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
@@ -158,7 +179,10 @@ class SampleGridCallback(_DrawingCallback):
         items = self.sample_fn(step)
         if state.is_world_process_zero:
             path = Path(args.output_dir) / "samples" / f"step-{step:06d}.png"
-            self._draw(str(path), lambda: save_grid(items, path, self.scale))
+            texts = path.with_suffix(".jsonl")
+            drawn = self._draw(path, lambda: (save_texts(items, texts), save_grid(items, path, self.scale)))
+            if drawn and self.send is not None:
+                self._attempt(f"{path} was not sent", lambda: self.send(step, items, path), kind="send")
 
 
 class CurveCallback(_DrawingCallback):
@@ -178,4 +202,4 @@ class CurveCallback(_DrawingCallback):
     def _save(self, args, state) -> None:
         if state.is_world_process_zero:
             path = Path(args.output_dir) / "curve.png"
-            self._draw(str(path), lambda: save_curve(state.log_history, path))
+            self._draw(path, lambda: save_curve(state.log_history, path))

@@ -9,6 +9,7 @@ from .config_checks import (
     at_least,
     check_batch_sizes,
     check_prompt_template,
+    check_report_to,
     check_reward_options,
     check_stop_on_no_signal,
     check_world_size,
@@ -169,6 +170,7 @@ class JanusGRPOConfig(GRPOConfig):
         at_least(self, "monitor_window", 10, "a trend over fewer steps is noise; 100 is the default")
         at_least(self, "no_signal_patience", 2, "single steps without signal are normal; 10 is the default")
         check_stop_on_no_signal(self)
+        check_report_to(self)
         check_prompt_template(self)
         check_reward_options(self)
         for name in ("temperature", "image_temperature"):
@@ -243,6 +245,7 @@ class JanusSFTConfig(SFTConfig):
         at_least(self, "num_samples", 0, "0 draws no grid")
         at_least(self, "eval_guidance_scale", 1, "1 is no guidance, Janus was published with 5")
         at_least(self, "max_reasoning_length", 0, "0 opens the image at once")
+        check_report_to(self)
         check_prompt_template(self)
         if self.loss_type == "dft" and any(getattr(self, name) != 1 for name in weights):
             raise ValueError(

@@ -23,6 +23,7 @@ from .modeling import JanusForInterleavedGeneration, bind_special_ids
 from .monitor import SignalMonitorCallback, monitor_settings
 from .picture_decoder import PictureDecoder
 from .prompts import bind_prompt_template, conversational, prompt_with_pictures, user_text, with_row_ids
+from .reporting import Attempts, guard_dashboards
 from .reward_guard import guard
 from .reward_settlement import settle
 from .run_log import reward_trend
@@ -126,6 +127,8 @@ class JanusGRPOTrainer(GRPOTrainer):
             # dr_grpo divides by it
             codes = self.base_model.num_image_codes
             self.max_completion_length = args.max_completion_length = args.max_reasoning_length + codes + 3
+        self._attempts = Attempts()
+        guard_dashboards(self.callback_handler.callbacks)
         if args.monitor:
             sizes = self.base_model.vocab_size, self.base_model.config.vq_config.num_embeddings
             self.add_callback(SignalMonitorCallback(monitor_settings(args, *sizes), args.stop_on_no_signal))
@@ -325,12 +328,20 @@ class JanusGRPOTrainer(GRPOTrainer):
                 metrics[f"entropy/{name}"].append(mean)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's log with the trend of the reward."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        """TRL's log with the trend of the reward; a table of completions that cannot be written ends no run."""
+        metrics, with_table = self._metrics["train" if self.model.training else "eval"], self.log_completions
         trend = reward_trend(self.state, metrics.get("reward", []), self.args.monitor_window)
         if self.model.training and trend is not None:
             metrics["signal/drift_to_noise"] = [trend]
-        super().log(logs, start_time)
+        self.log_completions = with_table and bool(metrics)  # the summary of a run has no completions of its own
+        try:
+            super().log(logs, start_time)
+        except Exception as error:
+            if metrics or not self.log_completions:  # TRL clears the metrics before it writes the table
+                raise
+            self._attempts.warn("The table of completions was not written", error)
+        finally:
+            self.log_completions = with_table
 
     def training_step(self, model, inputs, num_items_in_batch):
         start, before = time.perf_counter(), self._seconds["generation"]
