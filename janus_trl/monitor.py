@@ -55,7 +55,7 @@ class SignalMonitorCallback(TrainerCallback):
 
 def monitor_settings(args: JanusGRPOConfig, vocab_size: int, codebook_size: int) -> SignalSettings:
     """The settings of a run with these arguments and sizes of the two vocabularies."""
-    guidance = args.guidance_scale if args.task == "t2i" else 1.0
+    guidance = 1.0 if args.task == "i2t" else args.guidance_scale
     return SignalSettings(
         window=args.monitor_window,
         patience=args.no_signal_patience,

@@ -105,12 +105,21 @@ def always(rows: Sequence[Row], key: str, condition: Callable[[float], bool]) ->
     return bool(rows) and len(values) == len(rows) and all(map(condition, values))
 
 
-def drift_per_step(rows: Sequence[Row]) -> tuple[float, float]:
+def rows_by_task(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each task of a mixed run, with the reward of that task as `reward`; else all rows."""
+    names = [name for name in ("reward/t2i", "reward/i2t") if series(rows, name)]
+    if len(names) < 2:
+        return [list(rows)]
+    return [[{**row, "reward": row[name]} for row in rows if series([row], name)] for name in names]
+
+
+def drift_per_step(rows: Sequence[Row], interval: float | None = None) -> tuple[float, float]:
     """Drift of the reward over its noise, and the standard error of that ratio without a trend, both of single steps.
 
-    A row that averages k steps has less noise by sqrt(k), and so has its ratio more.
+    A row that averages k steps has less noise by sqrt(k), and so has its ratio more. `interval` is k; the distance of
+    the rows by default.
     """
-    rewards, interval = series(rows, "reward"), logging_interval(rows)
+    rewards, interval = series(rows, "reward"), logging_interval(rows) if interval is None else interval
     if len(rewards) < 10:
         return math.nan, math.nan
     ratio = drift_over_noise(rewards) / math.sqrt(max(1.0, interval))

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .run_log import Row, always, drift_over_noise, drift_per_step, last_steps, logging_interval, series
+from .run_log import Row, always, drift_over_noise, drift_per_step, last_steps, logging_interval, rows_by_task, series
 
 MOST_PROMPT_VARIANCE = 0.8  # UniRL#141 learned nothing at 0.89; the tiny runs have 0.1 to 0.5
 LARGE_KL = 1.0  # nats a token: with 576 codes the reference finds a picture e^-576 as likely
@@ -140,36 +140,43 @@ def flat_reward(rows: Sequence[Row], settings: SignalSettings) -> str | None:
     steps = logging_interval(rows) * len(rows)
     if not settings.window <= steps <= 5 * settings.window:
         return None
-    ratio, error = drift_per_step(rows)
-    if math.isnan(ratio) or ratio + SURE * error >= 1 or has_risen(rows, settings.window):
+    interval, parts = logging_interval(rows), rows_by_task(rows)
+    drifts = [drift_per_step(part, interval) for part in parts]
+    if not all(ratio + SURE * error < 1 for ratio, error in drifts):  # NaN is not
         return None
+    if any(has_risen(part, settings.window * len(part) / len(rows), interval) for part in parts):
+        return None
+    ratio = max(ratio for ratio, _ in drifts)
     return (
         f"The reward has not risen in {int(steps)} steps: its drift is {ratio:.2f} of its step-to-step noise (learning "
         "runs reach 1 and more). Raise learning_rate, or use more prompts and num_generations a step."
     )
 
 
-def has_risen(rows: Sequence[Row], window: int) -> bool:
-    """Whether the drift since the start was once above the noise, from the first full window on."""
-    first = max(10, math.ceil(window / max(1.0, logging_interval(rows))))
+def has_risen(rows: Sequence[Row], window: float, interval: float) -> bool:
+    """Whether the drift since the start was once above the noise, from the first full window (in steps) on."""
+    first = max(10, math.ceil(window / max(1.0, interval)))
     ends = range(first, len(rows) + 1, max(1, first // 4))
-    return any(drift_per_step(rows[:end])[0] >= 1 for end in ends)
+    return any(drift_per_step(rows[:end], interval)[0] >= 1 for end in ends)
 
 
 def falling_reward(rows: Sequence[Row], settings: SignalSettings) -> str | None:
-    """The reward falls, and is lower than at the start."""
-    recent = last_steps(rows, settings.window, at_least=10)
-    ratio, error = drift_per_step(recent)
-    if math.isnan(ratio) or ratio + SURE * error > -1:
-        return None
-    quarter = max(3, len(recent) // 4)
-    before, after = (statistics.fmean(series(part, "reward")) for part in (rows[:quarter], recent[-quarter:]))
-    if after >= before:
-        return None
-    return (
-        f"The reward is falling: from {before:.3g} at the start to {after:.3g}, by {-ratio:.1f} times its noise in the "
-        f"last {settings.window} steps. Check its sign, lower learning_rate, or go back to an earlier checkpoint."
-    )
+    """The reward (of a task) falls, and is lower than at the start."""
+    interval = logging_interval(rows)
+    for part in rows_by_task(rows):
+        recent = last_steps(part, settings.window, at_least=10)
+        ratio, error = drift_per_step(recent, interval)
+        quarter = max(3, len(recent) // 4)
+        if not ratio + SURE * error <= -1:  # NaN is not
+            continue
+        before, after = (statistics.fmean(series(ends, "reward")) for ends in (part[:quarter], recent[-quarter:]))
+        if after < before:
+            return (
+                f"The reward is falling: from {before:.3g} at the start to {after:.3g}, by {-ratio:.1f} times its "
+                f"noise in the last {settings.window} steps. Check its sign, lower learning_rate, or go back to an "
+                "earlier checkpoint."
+            )
+    return None
 
 
 # A policy that runs away ---------------------------------------------------------------------------------------------

@@ -295,6 +295,25 @@ def test_a_falling_reward_is_named_and_one_that_has_risen_and_stays_there_is_not
     assert causes([{**row, "step": step} for step, row in enumerate(risen, start=1)]) == []
 
 
+def mixed(t2i: list[dict], i2t: list[dict]) -> list[dict]:
+    """Two tasks in turn, at different levels of reward; what is logged by task stands beside what is logged jointly."""
+    pairs = zip(t2i, i2t, strict=True)
+    rows = [row for a, b in pairs for row in ({**a, "reward/t2i": a["reward"]}, lowered(b))]
+    return [{**row, "step": step} for step, row in enumerate(rows, start=1)]
+
+
+def lowered(row: dict) -> dict:
+    return {**row, "reward": row["reward"] - 0.4, "reward/i2t": row["reward"] - 0.4}
+
+
+def test_tasks_of_a_mixed_run_are_judged_apart():
+    flat, rising = noisy(60, 0.0, 3), noisy(60, 3.0, 4, window=60)
+    assert causes(mixed(flat, flat)) == ["flat_reward"]
+    assert causes(mixed(flat, rising)) == []
+    falling = noisy(60, -4.0, 5, window=60)
+    assert causes(mixed(rising, falling)) == ["falling_reward"]
+
+
 # ---- healthy runs ---------------------------------------------------------------------------------------------------
 
 
