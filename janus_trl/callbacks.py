@@ -3,7 +3,7 @@
 Only the main process draws. A failure while drawing or logging is warned about once and never ends the training.
 """
 
-import logging
+import json
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -12,58 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from .curve import save_curve
+from .reporting import Attempts
+from .run_log import drift_over_noise, read_series
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "CurveCallback",
+    "SampleGridCallback",
+    "drift_over_noise",
+    "read_series",
+    "save_curve",
+    "save_grid",
+    "save_texts",
+]
 
 MARGIN = 8  # pixels around every cell of a grid
 FONT_SIZE = 14
 MIN_CELL_WIDTH = 192  # narrower pictures are enlarged to about this, so that a caption fits below them
 MAX_CAPTION_LINES = 6
-PANELS = ("reward", "entropy/text", "entropy/image", "logps/drift_mean")
-
-
-def _trend(values: Sequence[float], steps: Sequence[float] | None = None) -> tuple[float, float, float]:
-    """Least-squares line through `(step, value)`: slope, intercept and residual standard deviation (n - 2)."""
-    steps = range(len(values)) if steps is None else steps
-    n = len(values)
-    mean_x, mean_y = sum(steps) / n, sum(values) / n
-    spread = sum((x - mean_x) ** 2 for x in steps)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(steps, values, strict=True)) / spread if spread else 0.0
-    intercept = mean_y - slope * mean_x
-    residual = sum((y - intercept - slope * x) ** 2 for x, y in zip(steps, values, strict=True))
-    return slope, intercept, math.sqrt(residual / (n - 2)) if n > 2 else 0.0
-
-
-def drift_over_noise(rewards: Sequence[float]) -> float:
-    """How far the reward has moved over a window, in units of its step-to-step noise.
-
-    With the least-squares line `r_t = a + b t` through the `n` rewards of the window:
-
-        drift = b (n - 1)                     what the line gains from the first step to the last
-        noise = sqrt(sum_t (r_t - a - b t)^2 / (n - 2))
-        drift_over_noise = drift / noise
-
-    If there is no trend, the value scatters around 0 with a standard deviation of about sqrt(12 / n): with 30 steps,
-    values beyond 1.3 in size are unlikely (2 standard deviations). Negative: the reward falls.
-
-    Args:
-        rewards: mean reward of each step, in order; values that are not finite are left out.
-
-    Returns:
-        The ratio. `nan` for fewer than three finite rewards; `inf` with the sign of the drift if the rewards lie
-        exactly on a line; 0.0 if they are all equal.
-    """
-    values = [float(reward) for reward in rewards if reward is not None and math.isfinite(reward)]
-    if len(values) < 3:
-        return math.nan
-    slope, _, noise = _trend(values)
-    drift = slope * (len(values) - 1)
-    rounding = 1e-12 * max(abs(value) for value in values)  # noise below it is float rounding
-    if noise <= rounding:
-        return 0.0 if abs(drift) <= rounding else math.copysign(math.inf, drift)
-    return drift / noise
 
 
 def _caption(item: Mapping[str, Any], width: int) -> str:
@@ -87,8 +56,8 @@ def save_grid(items: Sequence[Mapping[str, Any]], path: str | Path, scale: int |
     factors with nearest neighbour, so that small ones keep their pixels.
 
     Args:
-        items: mappings with `image` (RGB PIL image), `prompt`, and optionally `reward` (None: unscored; absent: not
-            mentioned), `reasoning`.
+        items: mappings with `image` (RGB PIL image; None: a blank cell), `prompt`, and optionally `reward` (None:
+            unscored; absent: not mentioned), `reasoning`.
         path: the file to write; its folder is created.
         scale: enlargement; None enlarges small pictures to about 192 pixels and leaves large ones as they are.
         columns: number of cells in a row.
@@ -105,9 +74,11 @@ def save_grid(items: Sequence[Mapping[str, Any]], path: str | Path, scale: int |
         raise ValueError("items: an empty list cannot be drawn; give at least one picture")
     if (scale is not None and scale < 1) or columns < 1:
         raise ValueError(f"scale={scale}, columns={columns}: both must be at least 1")
-    largest = max(item["image"].width for item in items)
+    blank = Image.new("RGB", (MIN_CELL_WIDTH, MIN_CELL_WIDTH), "white")
+    images = [blank if item["image"] is None else item["image"] for item in items]
+    largest = max([item["image"].width for item in items if item["image"] is not None], default=blank.width)
     scale = scale or max(1, math.ceil(MIN_CELL_WIDTH / largest))
-    pictures = [_enlarged(item["image"], scale) for item in items]
+    pictures = [image if image is blank else _enlarged(image, scale) for image in images]
     width, height = max(p.width for p in pictures), max(p.height for p in pictures)
     font = ImageFont.load_default(size=FONT_SIZE)
     measure = ImageDraw.Draw(Image.new("RGB", (1, 1)))
@@ -130,6 +101,15 @@ def save_grid(items: Sequence[Mapping[str, Any]], path: str | Path, scale: int |
     return path
 
 
+def save_texts(items: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Write `prompt`, `reasoning` and `reward` of each sample as one line of JSON."""
+    names = ("prompt", "reasoning", "reward")
+    lines = [json.dumps({name: item.get(name) for name in names}, ensure_ascii=False) for item in items]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
 def _enlarged(image: "Image", scale: int) -> "Image":
     from PIL import Image
 
@@ -141,22 +121,17 @@ class _DrawingCallback(TrainerCallback):
     """Draws on the main process, and turns any failure into one warning: no picture is worth a run."""
 
     def __init__(self) -> None:
-        self._warned = False
+        self._attempt = Attempts()
 
-    def _draw(self, what: str, function: Callable[[], Any]) -> None:
-        try:
-            function()
-        except Exception as error:  # a full disk or a missing font must not end a training of days
-            if not self._warned:
-                logger.warning(
-                    "%s was not drawn (%s: %s); further failures are silent", what, type(error).__name__, error
-                )
-            self._warned = True
+    def _draw(self, path: Path, function: Callable[[], Any]) -> bool:
+        """Whether the function, which writes `path`, did not fail."""
+        return self._attempt(f"{path} was not drawn", lambda: [function()], kind="draw") is not None
 
 
 class SampleGridCallback(_DrawingCallback):
     """Writes `samples/step-000010.png` in the output folder: the same prompts with the same seeds, step after step.
 
+    The whole texts, with their rewards, are in `samples/step-000010.jsonl`, one line per picture.
     The pictures before the first update (step 0) are drawn too: they are what the later ones are compared with.
 
     Args:
@@ -164,18 +139,24 @@ class SampleGridCallback(_DrawingCallback):
             with `image`, `prompt`, `reward` and `reasoning`. What it raises is not caught.
         every: number of steps between two grids; 0 draws only at the start and at the end.
         scale: enlargement of the pictures, see `save_grid`.
+        send: called on the main process with the step, the samples and the path of their grid, e.g. a
+            `janus_trl.reporting.SampleSender`.
 
     Raises:
         ValueError: `every` below 0.
     """
 
     def __init__(
-        self, sample_fn: Callable[[int], Sequence[Mapping[str, Any]]], every: int, scale: int | None = None
+        self,
+        sample_fn: Callable[[int], Sequence[Mapping[str, Any]]],
+        every: int,
+        scale: int | None = None,
+        send: Callable[[int, Sequence[Mapping[str, Any]], Path], None] | None = None,
     ) -> None:
         super().__init__()
         if every < 0:
             raise ValueError(f"every={every}: must be at least 0, which draws only at the start and at the end")
-        self.sample_fn, self.every, self.scale = sample_fn, every, scale
+        self.sample_fn, self.every, self.scale, self.send = sample_fn, every, scale, send
         self._last_step: int | None = None
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
@@ -183,8 +164,9 @@ class SampleGridCallback(_DrawingCallback):
         self._sample(args, state)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        """Draws every `every` steps."""
-        if self.every and state.global_step % self.every == 0:
+        """Draws every `every` steps, and the last one: at the end of the training, dashboards are closed already."""
+        step = state.global_step
+        if (self.every and step % self.every == 0) or step >= state.max_steps:
             self._sample(args, state)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
@@ -199,7 +181,10 @@ class SampleGridCallback(_DrawingCallback):
         items = self.sample_fn(step)
         if state.is_world_process_zero:
             path = Path(args.output_dir) / "samples" / f"step-{step:06d}.png"
-            self._draw(str(path), lambda: save_grid(items, path, self.scale))
+            texts = path.with_suffix(".jsonl")
+            drawn = self._draw(path, lambda: (save_texts(items, texts), save_grid(items, path, self.scale)))
+            if drawn and self.send is not None:
+                self._attempt(f"{path} was not sent", lambda: self.send(step, items, path), kind="send")
 
 
 class CurveCallback(_DrawingCallback):
@@ -219,52 +204,4 @@ class CurveCallback(_DrawingCallback):
     def _save(self, args, state) -> None:
         if state.is_world_process_zero:
             path = Path(args.output_dir) / "curve.png"
-            self._draw(str(path), lambda: save_curve(state.log_history, path))
-
-
-def read_series(log_history: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """The steps and the finite values at which `key` was logged; a step logged twice (after a resume) counts once."""
-    values = {}
-    for row in log_history:
-        if isinstance(row.get(key), int | float) and "step" in row:
-            value = float(row[key])
-            if math.isfinite(value):
-                values[int(row["step"])] = value
-    steps = sorted(values)
-    return steps, [values[step] for step in steps]
-
-
-def save_curve(log_history: Sequence[Mapping[str, Any]], path: str | Path) -> Path | None:
-    """Draw the reward with its least-squares trend, the entropies and the drift of a run into one PNG.
-
-    Args:
-        log_history: `state.log_history` of a trainer: one mapping per log call, with `step`.
-        path: the file to write.
-
-    Returns:
-        The path, or None (and no file) if none of the metrics has been logged.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no global state of pyplot
-    from matplotlib.figure import Figure
-
-    series = {key: read_series(log_history, key) for key in PANELS}
-    series = {key: points for key, points in series.items() if points[0]}
-    if not series:
-        return None
-    figure = Figure(figsize=(4 * len(series), 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(series), squeeze=False)[0]
-    for axes, (key, (steps, values)) in zip(panels, series.items(), strict=True):
-        axes.plot(steps, values, linewidth=1.2, marker="." if len(steps) < 30 else None)
-        axes.set(title=key, xlabel="step")
-        axes.grid(alpha=0.3)
-        if key == "reward" and len(steps) > 2:
-            slope, intercept, _ = _trend(values, steps)
-            ends = [steps[0], steps[-1]]
-            label = f"trend {slope * (ends[1] - ends[0]):+.3f}\ndrift/noise {drift_over_noise(values):.2f}"
-            axes.plot(ends, [intercept + slope * step for step in ends], "--", color="black", label=label)
-            axes.legend(fontsize=8)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+            self._draw(path, lambda: save_curve(state.log_history, path))

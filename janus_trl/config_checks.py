@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterable
 
 import torch
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 
 
 def one_of(config, name: str, allowed: tuple[str, ...]) -> None:
@@ -38,6 +42,32 @@ def check_reward_options(config) -> None:
             f"reward_weights = {weights}: nothing would be trained on. A weight of 0 only logs a reward; give at least "
             "one another weight."
         )
+
+
+def check_stop_on_no_signal(config) -> None:
+    """Refuse to stop on what nobody looks for."""
+    if config.stop_on_no_signal and not config.monitor:
+        raise ValueError(
+            "stop_on_no_signal = True needs monitor = True, which finds out. Set monitor: true, or remove "
+            "stop_on_no_signal."
+        )
+
+
+def check_report_to(config) -> None:
+    """Refuse a dashboard that is unknown or not installed: transformers would find out after the weights are loaded."""
+    asked = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
+    if not asked or asked in (["none"], ["all"]):
+        return  # and import none of them
+    available = get_available_reporting_integrations()
+    for name in asked:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ["none", "all", *sorted(INTEGRATION_TO_CALLBACK)]
+            raise ValueError(f"report_to = {name!r} must be one of: {', '.join(known)}.{did_you_mean(name, known)}")
+        if name not in available and name != "flyte":  # which has no check of its own
+            raise ValueError(
+                f"report_to = {name!r} is not installed. Install it (pip install {name}), or set report_to: none; "
+                "sample grids, curve.png and trainer_state.json are written to output_dir anyway."
+            )
 
 
 def did_you_mean(name, known: Iterable[str]) -> str:

@@ -9,7 +9,9 @@ from .config_checks import (
     at_least,
     check_batch_sizes,
     check_prompt_template,
+    check_report_to,
     check_reward_options,
+    check_stop_on_no_signal,
     check_world_size,
     one_of,
     refuse_unsupported,
@@ -114,6 +116,19 @@ class JanusGRPOConfig(GRPOConfig):
         default=600.0,
         metadata={"help": "Seconds for a call of an async reward; its rows are left out. null: no limit."},
     )
+    monitor: bool = field(
+        default=True, metadata={"help": "Say once, in a sentence, why the run is not learning and what to try."}
+    )
+    monitor_window: int = field(
+        default=100,
+        metadata={"help": "Steps after which a reward that does not rise is reported, and of `signal/drift_to_noise`."},
+    )
+    no_signal_patience: int = field(
+        default=10, metadata={"help": "Steps in a row without any learning signal before it is reported."}
+    )
+    stop_on_no_signal: bool = field(
+        default=False, metadata={"help": "End the training when there is no learning signal at all."}
+    )
 
     # TRL and transformers defaults, set on purpose
     log_multimodal: bool = field(
@@ -152,6 +167,10 @@ class JanusGRPOConfig(GRPOConfig):
         at_least(self, "vq_batch_size", 1, "pictures that are decoded at a time")
         at_least(self, "sample_steps", 0, "0 draws the grid at start and end only")
         at_least(self, "num_samples", 0, "0 draws no grid")
+        at_least(self, "monitor_window", 10, "a trend over fewer steps is noise; 100 is the default")
+        at_least(self, "no_signal_patience", 2, "single steps without signal are normal; 10 is the default")
+        check_stop_on_no_signal(self)
+        check_report_to(self)
         check_prompt_template(self)
         check_reward_options(self)
         for name in ("temperature", "image_temperature"):
@@ -226,6 +245,7 @@ class JanusSFTConfig(SFTConfig):
         at_least(self, "num_samples", 0, "0 draws no grid")
         at_least(self, "eval_guidance_scale", 1, "1 is no guidance, Janus was published with 5")
         at_least(self, "max_reasoning_length", 0, "0 opens the image at once")
+        check_report_to(self)
         check_prompt_template(self)
         if self.loss_type == "dft" and any(getattr(self, name) != 1 for name in weights):
             raise ValueError(

@@ -20,11 +20,15 @@ from .loading import check_model, model_name, processor_for
 from .metrics import PhaseMemory, drift, masked_mean
 from .model_card import write_model_card
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
+from .monitor import SignalMonitorCallback, monitor_settings
 from .picture_decoder import PictureDecoder
 from .prompts import bind_prompt_template, conversational, prompt_with_pictures, user_text, with_row_ids
+from .reporting import Attempts, guard_dashboards
 from .reward_guard import guard
 from .reward_settlement import settle
+from .run_log import reward_trend
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
+from .signal_metrics import signal_metrics
 from .trainable import freeze_for_task, trainable_table
 
 logger = logging.get_logger(__name__)
@@ -123,6 +127,11 @@ class JanusGRPOTrainer(GRPOTrainer):
             # dr_grpo divides by it
             codes = self.base_model.num_image_codes
             self.max_completion_length = args.max_completion_length = args.max_reasoning_length + codes + 3
+        self._attempts = Attempts()
+        guard_dashboards(self.callback_handler.callbacks)
+        if args.monitor:
+            sizes = self.base_model.vocab_size, self.base_model.config.vq_config.num_embeddings
+            self.add_callback(SignalMonitorCallback(monitor_settings(args, *sizes), args.stop_on_no_signal))
 
     def _adopt(self, model: PreTrainedModel) -> None:
         """Drop the fused head that TRL put on the instance (it knows one vocabulary), and tell the special ids."""
@@ -228,8 +237,23 @@ class JanusGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         start = time.perf_counter()
         output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            self._log_signal(output)
         self._seconds["generation"] += time.perf_counter() - start
         return output
+
+    def _log_signal(self, output: dict) -> None:
+        """Spread of the rewards of the rollout within and between groups; collective."""
+        metrics = signal_metrics(
+            self._gathered_rewards,
+            self.reward_weights,
+            self.reward_func_names,
+            self.num_generations,
+            output,
+            self.accelerator,
+        )
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
 
     def _run_epoch(self, model, epoch, *args, **kwargs):
         """Shuffle by seed and epoch, so that a resumed run sees the prompts of a straight one.
@@ -251,6 +275,7 @@ class JanusGRPOTrainer(GRPOTrainer):
         mode, start = "train" if self.model.training else "eval", time.perf_counter()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         rewards = settle(self.reward_funcs, rewards, self.reward_weights, self.accelerator, self._metrics[mode])
+        self._gathered_rewards = rewards  # [N, functions] of all ranks
         self._metrics[mode]["time/reward_s"].append(time.perf_counter() - start)
         self._memory.end("reward", self._metrics[mode])
         if mode == "eval" and "row_id" in inputs[0]:
@@ -301,6 +326,22 @@ class JanusGRPOTrainer(GRPOTrainer):
             mean = masked_mean(entropies, where, self.accelerator)
             if mean is not None:
                 metrics[f"entropy/{name}"].append(mean)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's log with the trend of the reward; a table of completions that cannot be written ends no run."""
+        metrics, with_table = self._metrics["train" if self.model.training else "eval"], self.log_completions
+        trend = reward_trend(self.state, metrics.get("reward", []), self.args.monitor_window)
+        if self.model.training and trend is not None:
+            metrics["signal/drift_to_noise"] = [trend]
+        self.log_completions = with_table and bool(metrics)  # the summary of a run has no completions of its own
+        try:
+            super().log(logs, start_time)
+        except Exception as error:
+            if metrics or not self.log_completions:  # TRL clears the metrics before it writes the table
+                raise
+            self._attempts.warn("The table of completions was not written", error)
+        finally:
+            self.log_completions = with_table
 
     def training_step(self, model, inputs, num_items_in_batch):
         start, before = time.perf_counter(), self._seconds["generation"]

@@ -18,6 +18,7 @@ from .loading import processor_for
 from .model_card import write_model_card
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
 from .prompts import bind_prompt_template
+from .reporting import guard_dashboards
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .sft_data import JointCollator, LossWeights, first_drawn, refuse_edits
 from .trainable import freeze_for_task, trainable_table
@@ -73,6 +74,7 @@ class JanusSFTTrainer(SFTTrainer):
             )
         finally:
             args.model_init_kwargs = init_kwargs
+        guard_dashboards(self.callback_handler.callbacks)
         self.base_model.__dict__.pop("forward", None)  # TRL's fused head on the instance knows one vocabulary
         freeze_for_task(self.base_model, "both", with_adapter=is_peft_model(self.model))
         if self.accelerator.is_main_process:

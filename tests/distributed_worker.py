@@ -22,6 +22,7 @@ from trl import ModelConfig
 from janus_trl import grpo_trainer
 from janus_trl.configs import JanusGRPOConfig
 from janus_trl.grpo_trainer import JanusGRPOTrainer
+from janus_trl.run_log import read_messages
 from janus_trl.script_arguments import lora_config
 
 GLOBAL_BATCH = 8  # completions of a step, on all processes together
@@ -44,6 +45,7 @@ class Scenario:
         evaluate: evaluate `EVAL_ROWS` rows at the end.
         raises: the reward raises on rank 1.
         engine: with several processes, sample on the decode engine as on a GPU.
+        constant: the reward is the same for all completions.
         options: further fields of `JanusGRPOConfig`.
     """
 
@@ -54,6 +56,7 @@ class Scenario:
     evaluate: bool = False
     raises: bool = False
     engine: bool = False
+    constant: bool = False
     options: dict = field(default_factory=dict)
 
 
@@ -65,6 +68,9 @@ SCENARIOS = {
     "t2i_engine": Scenario("t2i", engine=True, options={"keep_rollout_buffers": False, "rollout_batch_size": 3}),
     "t2i_no_gather": Scenario("t2i", options={"ds3_gather_for_generation": False, "max_steps": 2}),
     "i2t_no_gather": Scenario("i2t", options={"ds3_gather_for_generation": False, "max_steps": 2}),
+    "no_signal": Scenario(
+        "i2t", constant=True, options={"max_steps": 6, "no_signal_patience": 2, "stop_on_no_signal": True}
+    ),
     "reward_raises": Scenario("t2i", raises=True, options={"max_steps": 1}),
 }
 
@@ -87,8 +93,8 @@ class Recorder:
 
     __name__ = "odd_ids"
 
-    def __init__(self, raises_on: int | None = None):
-        self.raises_on, self.rank = raises_on, None
+    def __init__(self, raises_on: int | None = None, constant: bool = False):
+        self.raises_on, self.constant, self.rank = raises_on, constant, None
         self.calls: list[dict] = []
 
     def __call__(self, prompts, completion_ids, generated_images=(), images=(), **columns) -> list[float]:
@@ -97,7 +103,7 @@ class Recorder:
         self.calls.append({"completion_ids": ids, "brightness": brightness, "pictures": [len(row) for row in images]})
         if self.raises_on is not None and self.rank == self.raises_on:
             raise ArithmeticError("no score for this picture")
-        return [sum(i % 2 for i in ids) / max(len(ids), 1) for ids in completion_ids]
+        return [0.5 if self.constant else sum(i % 2 for i in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
 class Progress(TrainerCallback):
@@ -124,7 +130,7 @@ def build_trainer(name: str, scenario: Scenario, folder: str, output: Path, proc
     }  # fmt: skip
     args = JanusGRPOConfig(**options)
     set_seed(args.seed)  # the adapter's first weights
-    reward = Recorder(raises_on=1 if scenario.raises else None)
+    reward = Recorder(raises_on=1 if scenario.raises else None, constant=scenario.constant)
     reward.rank = args.process_index
     return JanusGRPOTrainer(
         model=folder,
@@ -142,7 +148,7 @@ def train(trainer: JanusGRPOTrainer, resume_from: Path | None = None) -> dict:
     reward = trainer.reward_funcs[0].function
     trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
-    return {"logs": logs, "calls": list(reward.calls)}
+    return {"logs": logs, "calls": list(reward.calls), "monitor": read_messages(trainer.state.log_history)}
 
 
 def digest(trainer: JanusGRPOTrainer) -> str:

@@ -14,14 +14,17 @@ from janus_trl.callbacks import (
     save_curve,
     save_grid,
 )
+from janus_trl.run_log import drift_per_step, read_messages, reward_trend
 
 
 def item(color: str, size: int = 32, **values) -> dict:
     return {"image": Image.new("RGB", (size, size), color), "prompt": f"a {color} square", "reward": 0.5, **values}
 
 
-def state(step: int = 0, main: bool = True, log_history: list | None = None) -> SimpleNamespace:
-    return SimpleNamespace(global_step=step, is_world_process_zero=main, log_history=log_history or [])
+def state(step: int = 0, main: bool = True, log_history: list | None = None, max_steps: int = 100) -> SimpleNamespace:
+    return SimpleNamespace(
+        global_step=step, is_world_process_zero=main, log_history=log_history or [], max_steps=max_steps
+    )
 
 
 # ---- drift over noise -----------------------------------------------------------------------------------------------
@@ -48,6 +51,27 @@ def test_drift_over_noise_at_the_edges():
     assert drift_over_noise([0.1, 0.2, 0.3, 0.4]) == math.inf
     assert drift_over_noise([0.4, 0.3, 0.2, 0.1]) == -math.inf
     assert drift_over_noise([0.1, math.nan, 0.3, 0.2, None]) == drift_over_noise([0.1, 0.3, 0.2])
+
+
+def test_drift_to_noise_does_not_depend_on_how_often_is_logged():
+    pattern = [0.05, -0.05, -0.05, 0.05]
+    rows = [{"step": t + 1, "reward": 0.3 + 0.002 * t + pattern[t % 4]} for t in range(100)]
+    ratio, error = drift_per_step(rows)
+    assert ratio == pytest.approx(drift_over_noise([row["reward"] for row in rows]))
+    assert error == pytest.approx(math.sqrt(12 / 100))
+    # Rows of five steps: as noisy as independent steps would be, sqrt(5) less.
+    rare = [{"step": 5 * t, "reward": 0.3 + 0.01 * t + pattern[t % 4] / math.sqrt(5)} for t in range(1, 21)]
+    assert drift_per_step(rare) == pytest.approx((ratio, error), rel=0.1)
+
+
+def test_the_trend_covers_the_window_up_to_the_step_that_is_logged():
+    falling_then_rising = [*range(20, 0, -1), *range(0, 20)]
+    log = [{"step": s, "reward": r + 0.1 * (s % 3)} for s, r in enumerate(falling_then_rising, start=1)]
+    now = SimpleNamespace(log_history=log, global_step=41)
+    assert reward_trend(now, [21.0, math.nan], window=20) > 10
+    assert abs(reward_trend(now, [21.0], window=100)) < 1
+    assert reward_trend(now, [], window=20) is None and reward_trend(now, [math.nan], window=20) is None
+    assert reward_trend(state(log_history=log[:5]), [1.0], window=20) is None  # noise
 
 
 # ---- grids ----------------------------------------------------------------------------------------------------------
@@ -108,7 +132,7 @@ def test_grids_are_written_at_step_0_every_n_steps_and_at_the_end(tmp_path):
         callback.on_step_end(args, state(step), None)
     callback.on_train_end(args, state(5), None)
     assert seen == [0, 2, 4, 5]
-    names = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    names = sorted(path.name for path in (tmp_path / "samples").glob("*.png"))
     assert names == ["step-000000.png", "step-000002.png", "step-000004.png", "step-000005.png"]
 
 
@@ -184,6 +208,32 @@ def test_curve_draws_one_panel_per_logged_metric(tmp_path):
     three = Image.open(save_curve(log, tmp_path / "three.png"))
     assert three.height == one.height and three.width == 3 * one.width
     assert len(set(three.convert("L").get_flattened_data())) > 2  # not a blank page
+
+
+def test_both_spreads_of_the_reward_share_a_panel_and_five_panels_take_two_rows(tmp_path):
+    spread = {"signal/within_group_std": 0.1, "signal/between_group_std": 0.3, "signal/flat_groups": 0.5}
+    rest = {"entropy/image": 2.0, "grad_norm": 0.4}
+    log = [{"step": s, "reward": 0.1 * s, **spread} for s in range(1, 5)]
+    three = Image.open(save_curve(log, tmp_path / "three.png"))
+    five = Image.open(save_curve([{**row, **rest} for row in log], tmp_path / "five.png"))
+    one = Image.open(save_curve([{"step": 1, "reward": 0.5}], tmp_path / "one.png"))
+    assert three.width == 3 * one.width and five.width == 4 * one.width and five.height == 2 * one.height
+
+
+def red_pixels(path) -> int:
+    return sum(count for count, (r, g, b) in Image.open(path).convert("RGB").getcolors(2**24) if r > 200 > 100 > g + b)
+
+
+def test_the_curve_shows_where_the_monitor_spoke_and_what_it_said(tmp_path):
+    log = [{"step": s, "reward": 0.1 * s} for s in range(1, 5)]
+    said = [{"step": 3, "monitor/no_signal": "No group had any spread. " * 9}]
+    plain, marked, twice = (
+        save_curve(rows, tmp_path / f"{i}.png") for i, rows in enumerate([log, log + said, log + said + said])
+    )
+    assert red_pixels(plain) == 0 and red_pixels(marked) > 500  # a line and a text
+    assert Image.open(marked).height > Image.open(plain).height  # the text has room of its own
+    assert marked.read_bytes() == twice.read_bytes()  # told again after a resume
+    assert read_messages(said + log) == [(3, "no_signal", "No group had any spread. " * 9)]
 
 
 def test_curve_without_metrics_writes_no_file(tmp_path):

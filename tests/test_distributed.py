@@ -39,12 +39,12 @@ def one(folder, tmp_path_factory) -> Runs:
 
 @pytest.fixture(scope="module")
 def zero3(folder, tmp_path_factory) -> Runs:
-    return launch(folder, tmp_path_factory.mktemp("zero3"), LONG + NO_GATHER, config="zero3")
+    return launch(folder, tmp_path_factory.mktemp("zero3"), [*LONG, *NO_GATHER, "no_signal"], config="zero3")
 
 
 @pytest.fixture(scope="module")
 def ddp(folder, tmp_path_factory) -> Runs:
-    return launch(folder, tmp_path_factory.mktemp("ddp"), DDP, config="ddp")
+    return launch(folder, tmp_path_factory.mktemp("ddp"), [*DDP, "no_signal"], config="ddp")
 
 
 @pytest.fixture
@@ -136,6 +136,24 @@ def test_every_rollout_is_sampled_from_the_current_weights(two, scenario):
 def test_the_engine_sampled_from_sharded_weights(zero3, one, scenario):
     assert all(rank["engine"] for rank in zero3[scenario])  # the tests above compare it with the plain path
     assert not one[scenario][0]["engine"]
+
+
+@pytest.mark.parametrize(("launcher", "scenario"), CASES)
+def test_the_spread_of_rewards_is_that_of_one_process(two, one, scenario):
+    names = [name for name in one[scenario][0]["logs"][0] if name.startswith("signal/") or "within_group" in name]
+    assert {"signal/within_group_std", "signal/flat_groups", "signal/duplicates"} < {*names}
+    for name in names:
+        expected = one.logged(scenario, name)
+        assert all([log[name] for log in rank["logs"]] == pytest.approx(expected, abs=1e-5) for rank in two[scenario])
+    assert min(two.logged(scenario, "signal/within_group_std")) > 0
+
+
+@pytest.mark.parametrize("launcher", ["zero3", "ddp"])
+def test_ranks_stop_together_without_a_signal_and_one_of_them_says_why(two):
+    for rank in two["no_signal"]:
+        assert [log["step"] for log in rank["logs"]] == [1, 2]
+        assert [found[:2] for found in rank["monitor"]] == [[2, "no_signal"]]
+    assert two.log().count("No group of the last 2 steps had any spread of rewards") == 1
 
 
 @pytest.mark.parametrize("scenario", ["i2t_full", "i2t_lora", "i2t_no_gather"])

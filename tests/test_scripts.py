@@ -334,7 +334,7 @@ def assert_stock_checkpoint(folder: Path) -> None:
 def test_a_run_writes_samples_curve_recipe_and_a_stock_checkpoint(base, tmp_path, capsys):
     out = tmp_path / "out"
     grpo.main(["--config", base, *SMALL_RUN, "--per_device_train_batch_size", "8", "--output_dir", str(out)])
-    assert [path.name for path in sorted((out / "samples").iterdir())] == ["step-000000.png", "step-000001.png"]
+    assert [path.name for path in sorted((out / "samples").glob("*.png"))] == ["step-000000.png", "step-000001.png"]
     assert Image.open(out / "curve.png").width > 100
     written = yaml.safe_load((out / "recipe.yaml").read_text())
     assert written == yaml.safe_load(Path(base).read_text())
@@ -355,7 +355,7 @@ def test_a_run_of_sft_writes_a_stock_checkpoint(tmp_path, capsys):
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("Done. eval_loss ") and last.endswith(f"The checkpoint is in {out}.")
     assert all(name in last for name in ("eval_loss/text", "eval_loss/image", "(step 0) to ", "(step 1)"))
-    assert sorted(path.name for path in (out / "samples").iterdir()) == ["step-000000.png", "step-000001.png"]
+    assert sorted(path.name for path in (out / "samples").glob("*.png")) == ["step-000000.png", "step-000001.png"]
 
 
 def test_sft_trains_on_a_data_set_on_disk(tmp_path):

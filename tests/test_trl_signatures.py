@@ -19,6 +19,7 @@ SIGNATURES = {
     "trl.GRPOTrainer._get_train_sampler": "self dataset",
     "trl.GRPOTrainer._compute_loss": "self model inputs",
     "trl.GRPOTrainer._generate_and_score_completions": "self inputs",
+    "trl.GRPOTrainer.log": "self logs start_time",
     "trl.GRPOTrainer.training_step": "self model inputs num_items_in_batch",
     "transformers.Trainer._get_grad_norm": "self model grad_norm",
     "transformers.Trainer._run_epoch": (
@@ -65,3 +66,9 @@ def test_rows_that_no_reward_scores_leave_their_group_in_trl():
     assert reward.count("gather(rewards_per_func)") == 1
     scoring = inspect.getsource(inspect.unwrap(trl.GRPOTrainer._generate_and_score_completions))
     assert "unscorable_mask = torch.isnan(rewards_per_func).all(dim=1)" in scoring
+
+
+def test_trl_clears_the_metrics_before_it_writes_the_table_of_completions():
+    log = inspect.getsource(trl.GRPOTrainer.log)
+    first, second = log.split("self._metrics[mode].clear()")
+    assert "super().log(logs, start_time)" in first and "to_parquet" in second and "to_parquet" not in first

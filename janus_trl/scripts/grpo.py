@@ -16,6 +16,7 @@ from janus_trl.data_report import first_prompt_lines, prompt_room, validated
 from janus_trl.grpo_trainer import JanusGRPOTrainer
 from janus_trl.prompts import bind_prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
+from janus_trl.reporting import SampleSender
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
 from janus_trl.script_arguments import JanusScriptArguments, lora_config
 from janus_trl.scripts.run import finish, keep_recipe, limit_rows, model_kwargs, resume_point
@@ -120,7 +121,11 @@ def train(run: GRPORun, argv: list[str]) -> JanusGRPOTrainer:
     trainer.add_callback(CurveCallback())
     if run.test is not None and run.args.num_samples:
         trainer.add_callback(
-            SampleGridCallback(lambda step: trainer.sample_rows(run.args.num_samples), every=run.args.sample_steps)
+            SampleGridCallback(
+                lambda step: trainer.sample_rows(run.args.num_samples),
+                every=run.args.sample_steps,
+                send=SampleSender(trainer),
+            )
         )
     trainer.train(resume_from_checkpoint=resume_point(run.args))
     finish(trainer)

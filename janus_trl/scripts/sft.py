@@ -15,6 +15,7 @@ from janus_trl.data import load_training_dataset
 from janus_trl.data_report import first_prompt_lines, prompt_room, validated
 from janus_trl.prompts import bind_prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
+from janus_trl.reporting import SampleSender
 from janus_trl.script_arguments import JanusScriptArguments, lora_config
 from janus_trl.scripts.run import keep_recipe, limit_rows, model_kwargs, resume_point
 from janus_trl.sft_trainer import JanusSFTTrainer
@@ -96,7 +97,10 @@ def train(run: SFTRun, argv: list[str]) -> JanusSFTTrainer:
     )
     keep_recipe(trainer, argv)
     if run.test is not None and run.args.num_samples:
-        trainer.add_callback(EvaluationGridCallback(lambda step: trainer.sample_rows(run.args.num_samples), every=0))
+        send = SampleSender(trainer)
+        trainer.add_callback(
+            EvaluationGridCallback(lambda step: trainer.sample_rows(run.args.num_samples), every=0, send=send)
+        )
     trainer.train(resume_from_checkpoint=resume_point(run.args))
     if run.test is not None and last_evaluation(trainer) != trainer.state.global_step:
         trainer.evaluate()
