@@ -17,6 +17,7 @@ from .config_checks import (
     refuse_unsupported,
     select_backend,
 )
+from .loss_checks import check_loss_options
 
 # Options of transformers that neither trainer can honour: the value that is allowed, and why no other is.
 _ALWAYS_UNSUPPORTED = {
@@ -130,6 +131,41 @@ class JanusGRPOConfig(GRPOConfig):
         default=False, metadata={"help": "End the training when there is no learning signal at all."}
     )
 
+    # The loss, text and image codes apart. Text: reasoning, answers, sampled `<begin_of_image>` and eos.
+    text_loss_weight: float = field(default=1.0, metadata={"help": "Weight of text in the gradient of the loss."})
+    image_loss_weight: float = field(default=1.0, metadata={"help": "Weight of image codes in it."})
+    epsilon_text: float | None = field(default=None, metadata={"help": "`epsilon` and `epsilon_high` of text."})
+    epsilon_image: float | None = field(default=None, metadata={"help": "The same of image codes."})
+    epsilon_high_text: float | None = field(default=None, metadata={"help": "`epsilon_high` of text alone."})
+    epsilon_high_image: float | None = field(default=None, metadata={"help": "`epsilon_high` of image codes alone."})
+    entropy_coef_text: float = field(
+        default=0.0,
+        metadata={
+            "help": "TRL's `entropy_coef` for text: > 0 rewards entropy, < 0 penalises it; start of the control."
+        },
+    )
+    entropy_coef_image: float = field(default=0.0, metadata={"help": "The same for image codes."})
+    entropy_target_text: float | None = field(
+        default=None,
+        metadata={"help": "Nats, at most ln V: the coefficient of text follows the entropy (ReasonGen-R1 used 2.0)."},
+    )
+    entropy_target_image: float | None = field(
+        default=None, metadata={"help": "The same for image codes (ReasonGen-R1 used 7.0; ln 16384 is 9.7)."}
+    )
+    entropy_coef_lr: float = field(default=5e-5, metadata={"help": "Learning rate of the controlled coefficients."})
+    entropy_coef_limit: float = field(
+        default=5e-3, metadata={"help": "Controlled coefficients stay within plus and minus this."}
+    )
+    rollout_correction: str = field(
+        default="none",
+        metadata={
+            "help": "Weight each id by replay over rollout probability: `none`, `truncate` (clamp the ratio to the "
+            "bounds) or `mask` (leave out ids whose ratio is outside): TRL's correction for vLLM, by token."
+        },
+    )
+    rollout_correction_max: float = field(default=3.0, metadata={"help": "Upper bound of that ratio."})
+    rollout_correction_min: float | None = field(default=None, metadata={"help": "Lower bound of it; unset: none."})
+
     # TRL and transformers defaults, set on purpose
     log_multimodal: bool = field(
         default=False, metadata={"help": "Unsupported: ranks without pictures would hang. Grids are written instead."}
@@ -173,6 +209,7 @@ class JanusGRPOConfig(GRPOConfig):
         check_report_to(self)
         check_prompt_template(self)
         check_reward_options(self)
+        check_loss_options(self)
         for name in ("temperature", "image_temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must be > 0. Use 1.0 to sample the model as it is.")

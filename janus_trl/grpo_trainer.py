@@ -16,8 +16,12 @@ from trl.models.utils import unwrap_model_for_generation
 
 from .configs import JanusGRPOConfig
 from .engine import DecodeEngine, supports
-from .loading import check_model, model_name, processor_for
-from .metrics import PhaseMemory, drift, masked_mean
+from .entropy_control import EntropyControl
+from .loading import check_model, model_config, model_name, processor_for
+from .loss_checks import check_entropy_targets
+from .loss_metrics import RatioWarnings, loss_metrics
+from .metrics import PhaseMemory
+from .modality_loss import LossBatch
 from .model_card import write_model_card
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
 from .monitor import SignalMonitorCallback, monitor_settings
@@ -26,6 +30,7 @@ from .prompts import bind_prompt_template, conversational, prompt_with_pictures,
 from .reporting import Attempts, guard_dashboards
 from .reward_guard import guard
 from .reward_settlement import settle
+from .rollouts import text_is_cut
 from .run_log import reward_trend
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .signal_metrics import signal_metrics
@@ -70,6 +75,7 @@ class JanusGRPOTrainer(GRPOTrainer):
         peft_config: PeftConfig | None = None,
     ):
         check_model(model)
+        check_entropy_targets(args, model_config(model, args.model_init_kwargs))
         if args.beta != 0.0 and peft_config is None and not model_name(model):
             raise ValueError(
                 f"beta = {args.beta} needs a reference model, but the model was built in memory. Save it and pass the "
@@ -78,7 +84,7 @@ class JanusGRPOTrainer(GRPOTrainer):
         processing_class = processor_for(model, processing_class)
         bind_prompt_template(processing_class, args.prompt_template)
         self.task = args.task
-        self._last_scores = None
+        self._loss_batch: LossBatch | None = None
         self._engine: DecodeEngine | None = None
         self._train_sampler = None
         self._seconds = defaultdict(float)
@@ -112,6 +118,8 @@ class JanusGRPOTrainer(GRPOTrainer):
             )
         finally:
             args.model_init_kwargs = init_kwargs
+        self.entropy_control = EntropyControl(args, self.accelerator)
+        self._ratio_warnings = RatioWarnings(self.accelerator)
         self._adopt(self.model)
         if self.ref_model is not None:
             self._adopt(self.accelerator.unwrap_model(self.ref_model))
@@ -234,6 +242,15 @@ class JanusGRPOTrainer(GRPOTrainer):
         self._eval_rows_seen += rows * self.accelerator.num_processes
         return [row_seed(self.args.seed, mode, first + i) for i in range(rows)]
 
+    def _generate(self, prompts):
+        """TRL's; `completions/clipped_ratio` is about text, since an image always has all of its codes."""
+        output = super()._generate(prompts)
+        ids, env_mask = output[1], output[2]
+        cut = [text_is_cut(row, mask, self.base_model) for row, mask in zip(ids, env_mask, strict=True)]
+        cut = self.accelerator.gather(torch.tensor(cut, device=self.accelerator.device)).float().mean().item()
+        self._metrics["train" if self.model.training else "eval"]["completions/clipped_ratio"][-1] = cut
+        return output
+
     def _generate_and_score_completions(self, inputs):
         start = time.perf_counter()
         output = super()._generate_and_score_completions(inputs)
@@ -302,30 +319,42 @@ class JanusGRPOTrainer(GRPOTrainer):
             detach_unconditional=self.args.detach_unconditional,
         )
         logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(scorer, *args, **kwargs)
-        if entropies is not None:
-            self._last_scores = logps.detach(), entropies.detach()
+        if entropies is not None and self._loss_batch is not None:
+            logps = self._loss_batch.scored(logps, entropies)
         return logps, entropies, aux_loss
 
     def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        self._log_scores(inputs)
+        """TRL's loss, with weights, clip ranges and entropy terms by modality."""
+        self._loss_batch = batch = LossBatch(inputs, self.base_model.vocab_size, self.args)
+        with batch.clip_ranges(self):
+            loss = super()._compute_loss(model, batch.inputs)
+        self._loss_batch = None
+        self._log_loss(batch)
+        if self.entropy_control and self.model.training:
+            loss = loss + self.entropy_control.loss(batch, self.current_gradient_accumulation_steps)
+            if self.accelerator.sync_gradients:
+                for name, value in self.entropy_control.step().items():
+                    self._metrics["train"][name].append(value)
         return loss
 
-    def _log_scores(self, inputs) -> None:
-        """Drift between rollout and replay, and entropies by modality; collective."""
-        mode = "train" if self.model.training else "eval"
-        metrics, (logps, entropies) = self._metrics[mode], self._last_scores
-        mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()  # sampled ids, [B, C]
-        # After the first update of a rollout the policy has moved: compare with the replay of the rollout's policy.
-        replayed = inputs.get("old_per_token_logps", logps)
-        mean, largest = drift(inputs["sampling_per_token_logps"], replayed, mask, self.accelerator)
-        metrics["logps/drift_mean"].append(mean)
-        metrics["logps/drift_max"].append(largest)
-        is_code = inputs["completion_ids"] >= self.base_model.vocab_size
-        for name, where in (("text", mask & ~is_code), ("image", mask & is_code)):
-            mean = masked_mean(entropies, where, self.accelerator)
-            if mean is not None:
-                metrics[f"entropy/{name}"].append(mean)
+    def _log_loss(self, batch: LossBatch) -> None:
+        """Metrics of a micro-batch; collective."""
+        training = self.model.training
+        first = training and self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        found = loss_metrics(batch, self.accelerator, first)
+        if training:
+            self._ratio_warnings.check(found)
+        for name, value in found.items():
+            self._metrics["train" if training else "eval"][name].append(value)
+
+    def _save_checkpoint(self, model, trial):
+        self.state.stateful_callbacks["EntropyControl"] = self.entropy_control.state()  # in trainer_state.json
+        super()._save_checkpoint(model, trial)
+
+    def _init_training_state(self, *args, **kwargs):
+        progress = super()._init_training_state(*args, **kwargs)
+        self.entropy_control.load(self.state.stateful_callbacks.get("EntropyControl", {}))
+        return progress
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log with the trend of the reward; a table of completions that cannot be written ends no run."""

@@ -1,7 +1,7 @@
 """What both trainers check about the model they are given, and where its processor comes from."""
 
 from accelerate.utils import is_peft_model
-from transformers import JanusProcessor, PreTrainedModel
+from transformers import JanusConfig, JanusProcessor, PreTrainedModel
 
 from .modeling import JanusForInterleavedGeneration
 
@@ -25,6 +25,13 @@ def processor_for(model: str | PreTrainedModel, processing_class: JanusProcessor
 def model_name(model: str | PreTrainedModel) -> str:
     """Folder or Hub id of a model; empty if it was built in memory."""
     return model if isinstance(model, str) else model.config._name_or_path
+
+
+def model_config(model: str | PreTrainedModel, init_kwargs: dict | None = None) -> JanusConfig:
+    """The config of a model, or of the folder or Hub id that it will be loaded from, without its weights."""
+    if not isinstance(model, str):
+        return model.config
+    return JanusConfig.from_pretrained(model, revision=(init_kwargs or {}).get("revision"))
 
 
 def check_model(model: str | PreTrainedModel) -> None:

@@ -3,22 +3,26 @@
 import torch
 from accelerate import Accelerator
 
-
-def masked_mean(values: torch.Tensor, mask: torch.Tensor, accelerator: Accelerator) -> float | None:
-    """Mean of `values` `[B, C]` where `mask`, over all ranks; None where nothing is masked in. Collective."""
-    local = torch.stack([(values * mask).sum().double(), mask.sum().double()])
-    total, count = accelerator.gather(local).view(-1, 2).sum(0).tolist()
-    return total / count if count else None
+Masked = dict[str, tuple[torch.Tensor, torch.Tensor]]  # name -> values, mask, both [B, C]
 
 
-def drift(
-    sampled: torch.Tensor, replayed: torch.Tensor, mask: torch.Tensor, accelerator: Accelerator
-) -> tuple[float, float]:
-    """Mean and largest |rollout log-prob - replay log-prob| over sampled ids and all ranks. Collective."""
-    difference = (sampled - replayed).abs() * mask
-    mean = masked_mean(difference, mask, accelerator)
-    largest = accelerator.gather(difference.max().reshape(1)).max().item()
-    return mean or 0.0, largest
+def pooled(means: Masked, maxima: Masked, accelerator: Accelerator) -> dict[str, float]:
+    """Means and largest values over the masked-in positions of all ranks, in one gather. Collective.
+
+    Values outside of a mask may be anything, NaN included. A name without a masked-in position on any rank is left
+    out. The names have to be the same, in the same order, on all ranks.
+    """
+    sums = [part for values, mask in means.values() for part in (_inside(values, mask).sum(), mask.sum())]
+    tops = [_inside(values, mask, -torch.inf).max() for values, mask in maxima.values()]
+    local = torch.stack([value.double() for value in (*sums, *tops)])
+    ranks = accelerator.gather(local).view(-1, len(local))
+    totals, largest = ranks[:, : len(sums)].sum(0).tolist(), ranks[:, len(sums) :].amax(0).tolist()
+    found = {name: total / count for name, total, count in zip(means, totals[::2], totals[1::2], strict=True) if count}
+    return found | {name: top for name, top in zip(maxima, largest, strict=True) if top != -torch.inf}
+
+
+def _inside(values: torch.Tensor, mask: torch.Tensor, outside: float = 0.0) -> torch.Tensor:
+    return values.detach().masked_fill(~mask, outside)
 
 
 class PhaseMemory:

@@ -127,6 +127,19 @@ def interleave(
     return result
 
 
+def text_is_cut(ids: list[int], env_mask: list[int], model: JanusForInterleavedGeneration) -> bool:
+    """Whether the text of a completion used up its budget: an answer without eos, or a reasoning that was cut off.
+
+    A reasoning ends by itself where eos or `<begin_of_image>` was sampled; a completion without reasoning has no text
+    to cut.
+    """
+    special = model.special_ids
+    opens = next((i - 1 for i, token in enumerate(ids) if token >= model.vocab_size), None)
+    if opens is None:
+        return not ids or ids[-1] not in (*special.eos, special.pad)  # TRL's rule
+    return opens > 0 and not env_mask[opens] and ids[opens - 1] not in special.eos
+
+
 @torch.no_grad()
 def score_rollout(
     model: JanusForInterleavedGeneration, rows: Rollout, settings: SamplingSettings

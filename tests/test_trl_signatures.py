@@ -18,6 +18,11 @@ SIGNATURES = {
     "trl.GRPOTrainer._calculate_rewards": "self inputs prompts completions completion_ids_list",
     "trl.GRPOTrainer._get_train_sampler": "self dataset",
     "trl.GRPOTrainer._compute_loss": "self model inputs",
+    "trl.GRPOTrainer._generate": "self prompts",
+    "trl.GRPOTrainer._save_checkpoint": "self model trial",
+    "transformers.Trainer._init_training_state": (
+        "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"
+    ),
     "trl.GRPOTrainer._generate_and_score_completions": "self inputs",
     "trl.GRPOTrainer.log": "self logs start_time",
     "trl.GRPOTrainer.training_step": "self model inputs num_items_in_batch",
@@ -72,3 +77,17 @@ def test_trl_clears_the_metrics_before_it_writes_the_table_of_completions():
     log = inspect.getsource(trl.GRPOTrainer.log)
     first, second = log.split("self._metrics[mode].clear()")
     assert "super().log(logs, start_time)" in first and "to_parquet" in second and "to_parquet" not in first
+
+
+def test_the_loss_asks_for_scores_before_it_reads_what_janus_trl_completes():
+    source = inspect.getsource(trl.GRPOTrainer._compute_loss)
+    asked = source.index("self._get_per_token_logps_and_entropies(")
+    for read in ('inputs["advantages"]', 'inputs.get("old_per_token_logps")', 'inputs["ref_per_token_logps"]',
+                 'inputs.get("importance_sampling_ratio")', "self.epsilon_low", "self.epsilon_high"):  # fmt: skip
+        assert source.index(read) > asked
+
+
+def test_what_a_rollout_hands_to_the_metrics_of_truncation():
+    source = inspect.getsource(trl.GRPOTrainer._generate)
+    assert "return prompt_ids, completion_ids, tool_mask, " in source
+    assert '["completions/clipped_ratio"].append(' in source

@@ -14,6 +14,7 @@ from janus_trl.configs import JanusGRPOConfig
 from janus_trl.data import load_training_dataset
 from janus_trl.data_report import first_prompt_lines, prompt_room, validated
 from janus_trl.grpo_trainer import JanusGRPOTrainer
+from janus_trl.loss_checks import check_entropy_targets
 from janus_trl.prompts import bind_prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.reporting import SampleSender
@@ -79,6 +80,7 @@ def check_rows(splits: dict, script: JanusScriptArguments, args: JanusGRPOConfig
     processor = JanusProcessor.from_pretrained(model.model_name_or_path, revision=model.model_revision)
     bind_prompt_template(processor, args.prompt_template)
     config = JanusConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    check_entropy_targets(args, config)
     text_length = args.max_completion_length if args.task == "i2t" else args.max_reasoning_length
     room = prompt_room(config, args.task, text_length)
     checked, lines = {}, []

@@ -1,0 +1,77 @@
+"""Entropy control on one process or several: the coefficients of a run, of a resumed run, and what they do.
+
+Started by `tests.distributed_launch`; each rank writes what it saw to `<output>/<scenario>.rank<rank>.json`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+
+from janus_trl.configs import JanusGRPOConfig
+from janus_trl.grpo_trainer import JanusGRPOTrainer
+
+GLOBAL_BATCH, STEPS = 8, 3
+# Steps that are large enough to see; both modalities start on one side of their target.
+CONTROL = {"entropy_coef_lr": 0.05, "entropy_coef_limit": 0.2, "max_steps": STEPS, "save_steps": 2}
+SCENARIOS = {
+    "above": {"entropy_target_text": 1.0, "entropy_target_image": 1.0},
+    "below": {"entropy_target_text": 4.6, "entropy_target_image": 2.77, "gradient_accumulation_steps": 2},
+}
+
+
+def constant(completions, **_) -> list[float]:
+    """No advantage: the entropy terms alone move the policy."""
+    return [1.0] * len(completions)
+
+
+def build(folder: str, output: Path, processes: int, options: dict) -> JanusGRPOTrainer:
+    """A trainer on rows that end their texts at different lengths: the ranks hold different numbers of text ids."""
+    micro_batches = options.get("gradient_accumulation_steps", 1)
+    args = JanusGRPOConfig(
+        output_dir=str(output), num_generations=8, learning_rate=2e-3, lr_scheduler_type="constant", adam_epsilon=1e-6,
+        logging_steps=1, save_strategy="steps", save_only_model=False, report_to="none", disable_tqdm=True,
+        shuffle_dataset=False, bf16=False, guidance_scale=1.0, max_reasoning_length=6, seed=2, num_samples=0,
+        model_init_kwargs={"dtype": "float32"}, per_device_train_batch_size=GLOBAL_BATCH // processes // micro_batches,
+        **{**CONTROL, **options},
+    )  # fmt: skip
+    return JanusGRPOTrainer(folder, constant, args, Dataset.from_dict({"prompt": ["a red cat", "fog", "a tower"]}))
+
+
+def train(trainer: JanusGRPOTrainer, checkpoint: Path | None = None) -> dict:
+    """The logged steps, and the state of the control at the end."""
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    result = {"logs": logs, "state": trainer.entropy_control.state()}
+    trainer.accelerator.free_memory()
+    return result
+
+
+def run(name: str, folder: str, output: Path, processes: int) -> dict:
+    """A scenario; the first one is also resumed from its checkpoint of step 2."""
+    result = train(build(folder, output / name, processes, SCENARIOS[name]))
+    if name == "above":
+        again = build(folder, output / name, processes, SCENARIOS[name])
+        result["resumed"] = train(again, output / name / "checkpoint-2")
+    return result
+
+
+def main() -> None:
+    """Run the scenarios named on the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--processes", required=True, type=int)
+    parser.add_argument("scenarios", nargs="+", choices=SCENARIOS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.scenarios:
+        result = run(name, options.model, options.output, options.processes)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        (options.output / f"{name}.rank{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
