@@ -77,6 +77,14 @@ class JanusGRPOConfig(GRPOConfig):
     eval_guidance_scale: float | None = field(
         default=None, metadata={"help": "guidance_scale in evaluation and sample grids; that of training if unset."}
     )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={"help": "Replace prompts whose completions all have the same reward by new ones (DAPO)."},
+    )
+    dynamic_sampling_max_rounds: int = field(
+        default=3,
+        metadata={"help": "Most rounds of new prompts; groups that are still flat are used with advantage 0."},
+    )
     rollout_batch_size: int | None = field(
         default=None, metadata={"help": "Rows that are sampled at a time on each process; all if unset."}
     )
@@ -147,6 +155,7 @@ class JanusGRPOConfig(GRPOConfig):
         at_least(self, "guidance_scale", 1, "1 is no guidance, Janus was published with 5")
         at_least(self, "eval_guidance_scale", 1, "1 is no guidance, Janus was published with 5")
         at_least(self, "max_reasoning_length", 0, "0 opens the image at once")
+        at_least(self, "dynamic_sampling_max_rounds", 1, "set dynamic_sampling: false to sample once")
         at_least(self, "rollout_batch_size", 1, "leave it unset to sample all rows at once")
         one_of(self, "vq_dtype", ("float32", "bfloat16"))
         at_least(self, "vq_batch_size", 1, "pictures that are decoded at a time")

@@ -16,6 +16,7 @@ from trl.models.utils import unwrap_model_for_generation
 
 from .configs import JanusGRPOConfig
 from .engine import DecodeEngine, supports
+from .group_filtering import GroupFilter
 from .loading import check_model, model_name, processor_for
 from .metrics import PhaseMemory, drift, masked_mean
 from .model_card import write_model_card
@@ -26,6 +27,7 @@ from .reward_guard import guard
 from .reward_settlement import settle
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .trainable import freeze_for_task, trainable_table
+from .training_rows import training_rows
 
 logger = logging.get_logger(__name__)
 
@@ -74,6 +76,7 @@ class JanusGRPOTrainer(GRPOTrainer):
         processing_class = processor_for(model, processing_class)
         bind_prompt_template(processing_class, args.prompt_template)
         self.task = args.task
+        self.sampling_round, self.round_rewards, self.warned_flat_groups = 0, None, False  # see `GroupFilter`
         self._last_scores = None
         self._engine: DecodeEngine | None = None
         self._train_sampler = None
@@ -98,7 +101,7 @@ class JanusGRPOTrainer(GRPOTrainer):
                     train_dataset.column_names,
                 ),
                 args=args,
-                train_dataset=conversational(train_dataset, args.task),
+                train_dataset=training_rows(train_dataset, args.task, args.dynamic_sampling),
                 eval_dataset=with_row_ids(conversational(eval_dataset, args.task)),
                 processing_class=processing_class,
                 callbacks=callbacks,
@@ -218,16 +221,24 @@ class JanusGRPOTrainer(GRPOTrainer):
         """One seed per row from (seed, step, position in the global batch): equal for any number of processes."""
         first = self.accelerator.process_index * rows
         if mode == "train":
-            # A step may hold several generation batches; on resume `_step` restarts at a multiple of the step.
-            part = self._step % self.args.gradient_accumulation_steps // self.args.steps_per_generation
-            return [row_seed(self.args.seed, mode, self.state.global_step, part, first + i) for i in range(rows)]
+            parts = self._batch_parts()
+            parts += ("round", self.sampling_round) if self.sampling_round else ()
+            return [row_seed(self.args.seed, mode, *parts, first + i) for i in range(rows)]
         first += self._eval_rows_seen
         self._eval_rows_seen += rows * self.accelerator.num_processes
         return [row_seed(self.args.seed, mode, first + i) for i in range(rows)]
 
+    def _batch_parts(self) -> tuple[int, int]:
+        """What identifies a generation batch: a step may hold several. On resume `_step` is a multiple of the step."""
+        part = self._step % self.args.gradient_accumulation_steps // self.args.steps_per_generation
+        return self.state.global_step, part
+
     def _generate_and_score_completions(self, inputs):
         start = time.perf_counter()
         output = super()._generate_and_score_completions(inputs)
+        if self.model.training and self.args.dynamic_sampling:
+            pool, generate = list(range(len(self.train_dataset))), super()._generate_and_score_completions
+            output = GroupFilter(self, generate).fill(output, inputs, pool, self._batch_parts())
         self._seconds["generation"] += time.perf_counter() - start
         return output
 
@@ -251,6 +262,7 @@ class JanusGRPOTrainer(GRPOTrainer):
         mode, start = "train" if self.model.training else "eval", time.perf_counter()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         rewards = settle(self.reward_funcs, rewards, self.reward_weights, self.accelerator, self._metrics[mode])
+        self.round_rewards = rewards
         self._metrics[mode]["time/reward_s"].append(time.perf_counter() - start)
         self._memory.end("reward", self._metrics[mode])
         if mode == "eval" and "row_id" in inputs[0]:
