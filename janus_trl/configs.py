@@ -15,6 +15,7 @@ from .config_checks import (
     refuse_unsupported,
     select_backend,
 )
+from .sampling_checks import check_images_per_reasoning, check_rows_of_a_process
 
 # Options of transformers that neither trainer can honour: the value that is allowed, and why no other is.
 _ALWAYS_UNSUPPORTED = {
@@ -58,6 +59,10 @@ class JanusGRPOConfig(GRPOConfig):
     )
     max_reasoning_length: int = field(
         default=0, metadata={"help": "t2i: most text tokens before the image; 0 opens the image at once."}
+    )
+    images_per_reasoning: int = field(
+        default=1,
+        metadata={"help": "t2i: pictures that are drawn from one sampled reasoning; divides num_generations."},
     )
     guidance_scale: float = field(
         default=5.0,
@@ -148,6 +153,7 @@ class JanusGRPOConfig(GRPOConfig):
         select_backend(self)
         super().__post_init__()
         check_world_size(self)
+        check_rows_of_a_process(self)
 
     def _check_fields(self) -> None:
         one_of(self, "task", ("t2i", "i2t"))
@@ -155,6 +161,7 @@ class JanusGRPOConfig(GRPOConfig):
         at_least(self, "guidance_scale", 1, "1 is no guidance, Janus was published with 5")
         at_least(self, "eval_guidance_scale", 1, "1 is no guidance, Janus was published with 5")
         at_least(self, "max_reasoning_length", 0, "0 opens the image at once")
+        check_images_per_reasoning(self)
         at_least(self, "dynamic_sampling_max_rounds", 1, "set dynamic_sampling: false to sample once")
         at_least(self, "rollout_batch_size", 1, "leave it unset to sample all rows at once")
         one_of(self, "vq_dtype", ("float32", "bfloat16"))

@@ -153,7 +153,7 @@ class GroupFilter:
         """Sample candidates for the flat groups and put those with spread in their places; the share of flat ones."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         slots = step.flat.nonzero().squeeze(1).tolist()
-        count = candidate_groups(len(slots), self.group, processes)
+        count = candidate_groups(len(slots), self.group, processes, self.trainer.args.images_per_reasoning)
         prompts = [drawn[i % len(drawn)] for i in range(step.taken, step.taken + count)]
         step.taken += count
         here = count * self.group // processes

@@ -26,6 +26,7 @@ from .prompts import bind_prompt_template, conversational, prompt_with_pictures,
 from .reward_guard import guard
 from .reward_settlement import settle
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
+from .shared_reasoning import advantages_per_token
 from .trainable import freeze_for_task, trainable_table
 from .training_rows import training_rows
 
@@ -152,6 +153,7 @@ class JanusGRPOTrainer(GRPOTrainer):
             logp_guidance=args.logp_guidance,
             greedy=greedy,
             batch_size=args.rollout_batch_size,
+            images_per_reasoning=args.images_per_reasoning if draws and mode == "train" else 1,
         )
 
     def _guidance_scale(self, mode: str) -> float:
@@ -160,8 +162,9 @@ class JanusGRPOTrainer(GRPOTrainer):
 
     def sample(self, prompts: list, seeds: list[int], settings: SamplingSettings) -> Rollout:
         """Sample with the current weights; collective under ZeRO-3, so every rank calls it."""
-        engine = self._new_engine() if self._engine is None else self._engine
-        self._engine = engine
+        if settings.images_per_reasoning == 1:
+            self._engine = self._new_engine() if self._engine is None else self._engine
+        engine = self._engine if settings.images_per_reasoning == 1 else None  # only the plain path shares reasonings
         # The engine gathers matrix by matrix into its own buffers; the plain path needs the whole model.
         gather = self.args.ds3_gather_for_generation and engine is None
         if self._sharded() and not self.args.ds3_gather_for_generation:
@@ -234,11 +237,16 @@ class JanusGRPOTrainer(GRPOTrainer):
         return self.state.global_step, part
 
     def _generate_and_score_completions(self, inputs):
-        start = time.perf_counter()
+        start, mode = time.perf_counter(), "train" if self.model.training else "eval"
         output = super()._generate_and_score_completions(inputs)
-        if self.model.training and self.args.dynamic_sampling:
+        if mode == "train" and self.args.dynamic_sampling:
             pool, generate = list(range(len(self.train_dataset))), super()._generate_and_score_completions
             output = GroupFilter(self, generate).fill(output, inputs, pool, self._batch_parts())
+        shared = self.sampling_settings(mode).images_per_reasoning
+        if shared > 1:
+            output["advantages"] = advantages_per_token(
+                output["advantages"], output["completion_ids"], self.base_model.vocab_size, shared
+            )
         self._seconds["generation"] += time.perf_counter() - start
         return output
 

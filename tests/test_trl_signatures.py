@@ -60,6 +60,7 @@ def test_the_calls_that_are_relied_on_are_in_the_source_of_trl():
     assert "rollout_func" in inspect.signature(trl.GRPOTrainer.__init__).parameters
     prepare = inspect.getsource(inspect.unwrap(trl.GRPOTrainer._prepare_inputs))  # rows are shuffled after sampling
     assert prepare.index("self._generate_and_score_completions(generation_batch)") < prepare.index("shuffle_sequence")
+    assert "if advantages.dim() == 1:" in inspect.getsource(trl.GRPOTrainer._compute_loss)  # [B, C] is let through
 
 
 def test_rows_that_no_reward_scores_leave_their_group_in_trl():
