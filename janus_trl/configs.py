@@ -15,7 +15,7 @@ from .config_checks import (
     refuse_unsupported,
     select_backend,
 )
-from .sampling_checks import check_images_per_reasoning, check_rows_of_a_process
+from .sampling_checks import check_images_per_reasoning, check_rows_of_a_process, check_task_proportions
 
 # Options of transformers that neither trainer can honour: the value that is allowed, and why no other is.
 _ALWAYS_UNSUPPORTED = {
@@ -55,7 +55,12 @@ class JanusGRPOConfig(GRPOConfig):
     """
 
     task: str = field(
-        default="t2i", metadata={"help": "`t2i` (text, then an image) or `i2t` (a text answer about pictures)."}
+        default="t2i",
+        metadata={"help": "`t2i` (text, then an image), `i2t` (a text answer about pictures), or `both` in one run."},
+    )
+    task_proportions: dict[str, float] | str | None = field(
+        default=None,
+        metadata={"help": "both: share of the rollouts of each task, e.g. {t2i: 0.7, i2t: 0.3}; unset: halves."},
     )
     max_reasoning_length: int = field(
         default=0, metadata={"help": "t2i: most text tokens before the image; 0 opens the image at once."}
@@ -156,13 +161,14 @@ class JanusGRPOConfig(GRPOConfig):
         check_rows_of_a_process(self)
 
     def _check_fields(self) -> None:
-        one_of(self, "task", ("t2i", "i2t"))
+        one_of(self, "task", ("t2i", "i2t", "both"))
+        check_task_proportions(self)
+        check_images_per_reasoning(self)
+        at_least(self, "dynamic_sampling_max_rounds", 1, "set dynamic_sampling: false to sample once")
         one_of(self, "logp_guidance", ("guided", "conditional"))
         at_least(self, "guidance_scale", 1, "1 is no guidance, Janus was published with 5")
         at_least(self, "eval_guidance_scale", 1, "1 is no guidance, Janus was published with 5")
         at_least(self, "max_reasoning_length", 0, "0 opens the image at once")
-        check_images_per_reasoning(self)
-        at_least(self, "dynamic_sampling_max_rounds", 1, "set dynamic_sampling: false to sample once")
         at_least(self, "rollout_batch_size", 1, "leave it unset to sample all rows at once")
         one_of(self, "vq_dtype", ("float32", "bfloat16"))
         at_least(self, "vq_batch_size", 1, "pictures that are decoded at a time")

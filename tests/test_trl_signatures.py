@@ -19,6 +19,7 @@ SIGNATURES = {
     "trl.GRPOTrainer._get_train_sampler": "self dataset",
     "trl.GRPOTrainer._compute_loss": "self model inputs",
     "trl.GRPOTrainer._generate_and_score_completions": "self inputs",
+    "trl.GRPOTrainer.compute_loss": "self model inputs return_outputs num_items_in_batch",
     "trl.GRPOTrainer.training_step": "self model inputs num_items_in_batch",
     "transformers.Trainer._get_grad_norm": "self model grad_norm",
     "transformers.Trainer._run_epoch": (
