@@ -18,6 +18,7 @@ from .config_checks import (
     select_backend,
 )
 from .loss_checks import check_loss_options
+from .sampling_checks import check_images_per_reasoning, check_rows_of_a_process, check_task_proportions
 
 # Options of transformers that neither trainer can honour: the value that is allowed, and why no other is.
 _ALWAYS_UNSUPPORTED = {
@@ -57,10 +58,19 @@ class JanusGRPOConfig(GRPOConfig):
     """
 
     task: str = field(
-        default="t2i", metadata={"help": "`t2i` (text, then an image) or `i2t` (a text answer about pictures)."}
+        default="t2i",
+        metadata={"help": "`t2i` (text, then an image), `i2t` (a text answer about pictures), or `both` in one run."},
+    )
+    task_proportions: dict[str, float] | str | None = field(
+        default=None,
+        metadata={"help": "both: share of the rollouts of each task, e.g. {t2i: 0.7, i2t: 0.3}; unset: halves."},
     )
     max_reasoning_length: int = field(
         default=0, metadata={"help": "t2i: most text tokens before the image; 0 opens the image at once."}
+    )
+    images_per_reasoning: int = field(
+        default=1,
+        metadata={"help": "t2i: pictures that are drawn from one sampled reasoning; divides num_generations."},
     )
     guidance_scale: float = field(
         default=5.0,
@@ -79,6 +89,14 @@ class JanusGRPOConfig(GRPOConfig):
     image_temperature: float = field(default=1.0, metadata={"help": "Temperature of image codes."})
     eval_guidance_scale: float | None = field(
         default=None, metadata={"help": "guidance_scale in evaluation and sample grids; that of training if unset."}
+    )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={"help": "Replace prompts whose completions all have the same reward by new ones (DAPO)."},
+    )
+    dynamic_sampling_max_rounds: int = field(
+        default=3,
+        metadata={"help": "Most rounds of new prompts; groups that are still flat are used with advantage 0."},
     )
     rollout_batch_size: int | None = field(
         default=None, metadata={"help": "Rows that are sampled at a time on each process; all if unset."}
@@ -191,9 +209,13 @@ class JanusGRPOConfig(GRPOConfig):
         select_backend(self)
         super().__post_init__()
         check_world_size(self)
+        check_rows_of_a_process(self)
 
     def _check_fields(self) -> None:
-        one_of(self, "task", ("t2i", "i2t"))
+        one_of(self, "task", ("t2i", "i2t", "both"))
+        check_task_proportions(self)
+        check_images_per_reasoning(self)
+        at_least(self, "dynamic_sampling_max_rounds", 1, "set dynamic_sampling: false to sample once")
         one_of(self, "logp_guidance", ("guided", "conditional"))
         at_least(self, "guidance_scale", 1, "1 is no guidance, Janus was published with 5")
         at_least(self, "eval_guidance_scale", 1, "1 is no guidance, Janus was published with 5")

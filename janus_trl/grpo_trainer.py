@@ -17,6 +17,7 @@ from trl.models.utils import unwrap_model_for_generation
 from .configs import JanusGRPOConfig
 from .engine import DecodeEngine, supports
 from .entropy_control import EntropyControl
+from .group_filtering import GroupFilter
 from .loading import check_model, model_config, model_name, processor_for
 from .loss_checks import check_entropy_targets
 from .loss_metrics import RatioWarnings, loss_metrics
@@ -26,15 +27,18 @@ from .model_card import write_model_card
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
 from .monitor import SignalMonitorCallback, monitor_settings
 from .picture_decoder import PictureDecoder
-from .prompts import bind_prompt_template, conversational, prompt_with_pictures, user_text, with_row_ids
+from .prompts import bind_prompt_template, prompt_with_pictures, user_text
 from .reporting import Attempts, guard_dashboards
 from .reward_guard import guard
 from .reward_settlement import settle
 from .rollouts import text_is_cut
 from .run_log import reward_trend
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
+from .shared_reasoning import advantages_per_token
 from .signal_metrics import signal_metrics
+from .task_mixture import TaskSampler, drop_joint_metrics, row_for_task, split_by_task
 from .trainable import freeze_for_task, trainable_table
+from .training_rows import held_out_rows, rows_of_tasks, training_rows
 
 logger = logging.get_logger(__name__)
 
@@ -53,7 +57,8 @@ class JanusGRPOTrainer(GRPOTrainer):
         model: folder or Hub id of a stock Janus checkpoint, or a loaded `JanusForInterleavedGeneration`.
         reward_funcs: functions with TRL's contract; for `t2i` they also get `generated_images`, a list of RGB PIL.
         args: a `JanusGRPOConfig`.
-        train_dataset: rows with `prompt` (the user's text), `images` (a list, `i2t`), and columns for the rewards.
+        train_dataset: rows with `prompt` (the user's text), `images` (a list, `i2t`), and columns for the rewards. For
+            `both`, a mapping with one data set per task; rewards find the task of a row in the column `task`.
         eval_dataset: held-out rows of the same form.
         processing_class: a `JanusProcessor`; that of the model by default.
         peft_config: e.g. from `janus_trl.script_arguments.lora_config`.
@@ -67,8 +72,8 @@ class JanusGRPOTrainer(GRPOTrainer):
         model: str | PreTrainedModel,
         reward_funcs,
         args: JanusGRPOConfig,
-        train_dataset: Dataset,
-        eval_dataset: Dataset | None = None,
+        train_dataset: Dataset | dict[str, Dataset],
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
         processing_class: JanusProcessor | None = None,
         callbacks: list | None = None,
         optimizers: tuple = (None, None),
@@ -81,9 +86,11 @@ class JanusGRPOTrainer(GRPOTrainer):
                 f"beta = {args.beta} needs a reference model, but the model was built in memory. Save it and pass the "
                 "folder, or set beta: 0.0."
             )
+        prompts = args.generation_batch_size // args.num_generations
         processing_class = processor_for(model, processing_class)
         bind_prompt_template(processing_class, args.prompt_template)
-        self.task = args.task
+        self.task = self.batch_task = args.task  # of the run, and of the batch that is sampled or scored
+        self.sampling_round, self.round_rewards, self.warned_flat_groups = 0, None, False  # see `GroupFilter`
         self._loss_batch: LossBatch | None = None
         self._engine: DecodeEngine | None = None
         self._train_sampler = None
@@ -104,12 +111,11 @@ class JanusGRPOTrainer(GRPOTrainer):
                     _as_list(reward_funcs),
                     args.on_reward_error,
                     args.reward_timeout,
-                    args.task,
-                    train_dataset.column_names,
+                    *((args.task, train_dataset.column_names) if args.task != "both" else ()),
                 ),
                 args=args,
-                train_dataset=conversational(train_dataset, args.task),
-                eval_dataset=with_row_ids(conversational(eval_dataset, args.task)),
+                train_dataset=training_rows(train_dataset, args.task, prompts, args.dynamic_sampling),
+                eval_dataset=held_out_rows(eval_dataset, args.task),
                 processing_class=processing_class,
                 callbacks=callbacks,
                 optimizers=optimizers,
@@ -128,13 +134,15 @@ class JanusGRPOTrainer(GRPOTrainer):
             print(trainable_table(self.base_model))
         self._memory = PhaseMemory(self.accelerator.device)
         self._decoder = None
-        if self.task == "t2i":
+        if self.task != "i2t":
             # DeepSpeed casts and shards what it is given: keep a whole copy, of the precision asked for.
             dtype, size = getattr(torch, args.vq_dtype), args.vq_batch_size
             self._decoder = PictureDecoder(self.base_model, dtype, size, keep_copy=self.is_deepspeed_enabled)
-            # dr_grpo divides by it
-            codes = self.base_model.num_image_codes
-            self.max_completion_length = args.max_completion_length = args.max_reasoning_length + codes + 3
+        longest = args.max_reasoning_length + self.base_model.num_image_codes + 3
+        self._longest = {"t2i": longest, "i2t": args.max_completion_length}  # dr_grpo divides by it
+        if self.task == "t2i":
+            self.max_completion_length = args.max_completion_length = longest
+        self._pools = rows_of_tasks(self.train_dataset, self.task)
         self._attempts = Attempts()
         guard_dashboards(self.callback_handler.callbacks)
         if args.monitor:
@@ -154,11 +162,12 @@ class JanusGRPOTrainer(GRPOTrainer):
 
     # Rollout ---------------------------------------------------------------------------------------------------------
 
-    def sampling_settings(self, mode: str = "train", greedy: bool = False) -> SamplingSettings:
-        """The settings of rollouts in `train` or `eval` mode."""
-        args, draws = self.args, self.task == "t2i"
+    def sampling_settings(self, mode: str = "train", greedy: bool = False, task: str | None = None) -> SamplingSettings:
+        """The settings of rollouts of a task (that of the batch at hand) in `train` or `eval` mode."""
+        task = task or self.batch_task
+        args, draws = self.args, task == "t2i"
         return SamplingSettings(
-            task=self.task,
+            task=task,
             max_text_length=args.max_reasoning_length if draws else args.max_completion_length,
             guidance_scale=self._guidance_scale(mode),
             temperature=args.temperature,
@@ -166,6 +175,7 @@ class JanusGRPOTrainer(GRPOTrainer):
             logp_guidance=args.logp_guidance,
             greedy=greedy,
             batch_size=args.rollout_batch_size,
+            images_per_reasoning=args.images_per_reasoning if draws and mode == "train" else 1,
         )
 
     def _guidance_scale(self, mode: str) -> float:
@@ -174,8 +184,9 @@ class JanusGRPOTrainer(GRPOTrainer):
 
     def sample(self, prompts: list, seeds: list[int], settings: SamplingSettings) -> Rollout:
         """Sample with the current weights; collective under ZeRO-3, so every rank calls it."""
-        engine = self._new_engine() if self._engine is None else self._engine
-        self._engine = engine
+        if settings.images_per_reasoning == 1:
+            self._engine = self._new_engine() if self._engine is None else self._engine
+        engine = self._engine if settings.images_per_reasoning == 1 else None  # only the plain path shares reasonings
         # The engine gathers matrix by matrix into its own buffers; the plain path needs the whole model.
         gather = self.args.ds3_gather_for_generation and engine is None
         if self._sharded() and not self.args.ds3_gather_for_generation:
@@ -220,7 +231,7 @@ class JanusGRPOTrainer(GRPOTrainer):
         return self.is_deepspeed_enabled and is_deepspeed_zero3_enabled()
 
     def _say_what_sharded_sampling_costs(self, rows: int, settings: SamplingSettings) -> None:
-        codes = self.base_model.num_image_codes if self.task == "t2i" else 0
+        codes = self.base_model.num_image_codes if settings.task == "t2i" else 0
         chunks = -(-rows // (settings.batch_size or rows))
         logger.warning_once(
             f"ds3_gather_for_generation = False: every decoded token gathers all layers. A rollout takes up to "
@@ -235,9 +246,9 @@ class JanusGRPOTrainer(GRPOTrainer):
         """One seed per row from (seed, step, position in the global batch): equal for any number of processes."""
         first = self.accelerator.process_index * rows
         if mode == "train":
-            # A step may hold several generation batches; on resume `_step` restarts at a multiple of the step.
-            part = self._step % self.args.gradient_accumulation_steps // self.args.steps_per_generation
-            return [row_seed(self.args.seed, mode, self.state.global_step, part, first + i) for i in range(rows)]
+            parts = self._batch_parts()
+            parts += ("round", self.sampling_round) if self.sampling_round else ()
+            return [row_seed(self.args.seed, mode, *parts, first + i) for i in range(rows)]
         first += self._eval_rows_seen
         self._eval_rows_seen += rows * self.accelerator.num_processes
         return [row_seed(self.args.seed, mode, first + i) for i in range(rows)]
@@ -251,18 +262,10 @@ class JanusGRPOTrainer(GRPOTrainer):
         self._metrics["train" if self.model.training else "eval"]["completions/clipped_ratio"][-1] = cut
         return output
 
-    def _generate_and_score_completions(self, inputs):
-        start = time.perf_counter()
-        output = super()._generate_and_score_completions(inputs)
-        if self.model.training:
-            self._log_signal(output)
-        self._seconds["generation"] += time.perf_counter() - start
-        return output
-
     def _log_signal(self, output: dict) -> None:
         """Spread of the rewards of the rollout within and between groups; collective."""
         metrics = signal_metrics(
-            self._gathered_rewards,
+            self.round_rewards,
             self.reward_weights,
             self.reward_func_names,
             self.num_generations,
@@ -271,6 +274,38 @@ class JanusGRPOTrainer(GRPOTrainer):
         )
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
+
+    def _batch_parts(self) -> tuple[int, int]:
+        """What identifies a generation batch: a step may hold several. On resume `_step` is a multiple of the step."""
+        part = self._step % self.args.gradient_accumulation_steps // self.args.steps_per_generation
+        return self.state.global_step, part
+
+    def _generate_and_score_completions(self, inputs):
+        start, mode = time.perf_counter(), "train" if self.model.training else "eval"
+        self.batch_task = inputs[0]["task"] if self.task == "both" else self.task
+        with self._split_metrics(mode):
+            output = self._generate_rows(inputs)
+            if mode == "train":
+                self._log_signal(output)
+            if mode == "train" and self.args.dynamic_sampling:
+                pool = self._pools[self.batch_task]
+                output = GroupFilter(self, self._generate_rows).fill(output, inputs, pool, self._batch_parts())
+            shared = self.sampling_settings(mode).images_per_reasoning
+            if shared > 1:
+                output["advantages"] = advantages_per_token(
+                    output["advantages"], output["completion_ids"], self.base_model.vocab_size, shared
+                )
+        self._seconds["generation"] += time.perf_counter() - start
+        return output
+
+    def _generate_rows(self, inputs: list[dict]) -> dict:
+        """TRL's rollout, rewards and advantages of rows of this rank; collective."""
+        if self.task == "both":
+            inputs = [row_for_task(row) for row in inputs]
+        return super()._generate_and_score_completions(inputs)
+
+    def _split_metrics(self, mode: str):
+        return split_by_task(self._metrics[mode], self.batch_task if self.task == "both" else None)
 
     def _run_epoch(self, model, epoch, *args, **kwargs):
         """Shuffle by seed and epoch, so that a resumed run sees the prompts of a straight one.
@@ -284,6 +319,8 @@ class JanusGRPOTrainer(GRPOTrainer):
 
     def _get_train_sampler(self, dataset=None):
         self._train_sampler = super()._get_train_sampler(dataset)
+        if self.task == "both":
+            self._train_sampler = TaskSampler.like(self._train_sampler, self._pools, self.args.task_proportions)
         return self._train_sampler
 
     # Rewards ---------------------------------------------------------------------------------------------------------
@@ -292,7 +329,7 @@ class JanusGRPOTrainer(GRPOTrainer):
         mode, start = "train" if self.model.training else "eval", time.perf_counter()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         rewards = settle(self.reward_funcs, rewards, self.reward_weights, self.accelerator, self._metrics[mode])
-        self._gathered_rewards = rewards  # [N, functions] of all ranks
+        self.round_rewards = rewards  # [N, functions] of all ranks
         self._metrics[mode]["time/reward_s"].append(time.perf_counter() - start)
         self._memory.end("reward", self._metrics[mode])
         if mode == "eval" and "row_id" in inputs[0]:
@@ -317,11 +354,26 @@ class JanusGRPOTrainer(GRPOTrainer):
             image_temperature=self.args.image_temperature,
             logp_guidance=self.args.logp_guidance,
             detach_unconditional=self.args.detach_unconditional,
+            **self._mixed_run_options(),
         )
         logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(scorer, *args, **kwargs)
         if entropies is not None and self._loss_batch is not None:
             logps = self._loss_batch.scored(logps, entropies)
         return logps, entropies, aux_loss
+
+    def _mixed_run_options(self) -> dict[str, bool]:
+        """Every trained sub-network in every forward, so that DDP and ZeRO find a gradient of each; 0 where unused."""
+        if self.task != "both":
+            return {}
+        return {"all_modalities": not is_peft_model(self.model), "opens_image": self.batch_task == "t2i"}
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.task == "both":  # the batch was buffered; another may have been sampled since
+            draws = bool((inputs["completion_ids"] >= self.base_model.vocab_size).any())
+            self.batch_task = "t2i" if draws else "i2t"
+            self.max_completion_length = self._longest[self.batch_task]
+        with self._split_metrics("train" if self.model.training else "eval"):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _compute_loss(self, model, inputs):
         """TRL's loss, with weights, clip ranges and entropy terms by modality."""
@@ -401,8 +453,18 @@ class JanusGRPOTrainer(GRPOTrainer):
             error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else 0.0
             self._metrics["eval"]["reward"] = [values.mean().item()]
             self._metrics["eval"]["reward_standard_error"] = [error]
-            self.evaluations.append((self.state.global_step, rewards))
+            self._add_evaluation(rewards)
+        if self.task == "both":
+            drop_joint_metrics(self._metrics["eval"], self.batch_task)
         return output
+
+    def _add_evaluation(self, rewards: dict[int, float]) -> None:
+        """To `evaluations`; rows of another task at the same step join those that are there."""
+        step = self.state.global_step
+        if self.evaluations and self.evaluations[-1][0] == step and not rewards.keys() & self.evaluations[-1][1].keys():
+            self.evaluations[-1][1].update(rewards)
+        else:
+            self.evaluations.append((step, rewards))
 
     def eval_rewards(self) -> dict[int, float]:
         """The weighted reward of each held-out row that was scored in the last evaluation, by row number."""
@@ -411,16 +473,20 @@ class JanusGRPOTrainer(GRPOTrainer):
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         """TRL's card speaks of text generation; this one is about Janus."""
-        write_model_card(self, "GRPO", self.task, model_name)
+        write_model_card(self, "GRPO", None if self.task == "both" else self.task, model_name)
 
     def sample_rows(self, rows: int) -> list[dict]:
         """The first held-out rows with fixed seeds: `prompt`, `image`, `reasoning`, `reward`; every rank calls it."""
         if self.eval_dataset is None or rows == 0:
             return []
-        inputs = [self.eval_dataset[i] for i in range(min(rows, len(self.eval_dataset)))]
+        both = self.task == "both"
+        held_out = self.eval_dataset["t2i"] if both else self.eval_dataset
+        inputs = [held_out[i] for i in range(min(rows, len(held_out)))]
+        inputs = [row_for_task(row) for row in inputs] if both else inputs
         prompts = [prompt_with_pictures(row) for row in inputs]
         seeds = [row_seed(self.args.seed, "samples", i) for i in range(len(inputs))]
-        result = self.sample(prompts, seeds, self.sampling_settings("eval"))
+        settings = self.sampling_settings("eval", task="t2i" if both else self.task)
+        result = self.sample(prompts, seeds, settings)
         texts = self.processing_class.batch_decode(result.completion_ids, skip_special_tokens=True)
         totals = self._score_samples(inputs, prompts, texts, result)
         pictures = result.images or [row["images"][0] if row.get("images") else None for row in inputs]
@@ -455,7 +521,7 @@ def _sample_for_trl(prompts: list, trainer: JanusGRPOTrainer) -> dict[str, list]
     trainer._metrics[mode]["time/rollout_s"].append(time.perf_counter() - start)
     trainer._memory.end("rollout", trainer._metrics[mode])
     output = {name: getattr(result, name) for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
-    return {**output, "generated_images": result.images} if trainer.task == "t2i" else output
+    return {**output, "generated_images": result.images} if trainer.batch_task == "t2i" else output
 
 
 def _as_list(value) -> list:

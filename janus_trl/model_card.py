@@ -59,7 +59,7 @@ def _front_matter(base: str | None, method: str, task: str | None) -> str:
 def _end_points(history: list[dict]) -> str:
     """First and last value of what was logged of reward and loss."""
     lines = []
-    for key in ("eval_reward", "reward", "kl", "loss"):
+    for key in ("eval_reward", "eval_reward/t2i", "eval_reward/i2t", "reward", "kl", "loss"):
         values = [(row["step"], row[key]) for row in history if row.get(key) is not None]
         if values:
             (first, before), (last, after) = values[0], values[-1]

@@ -179,6 +179,7 @@ class JanusForInterleavedGeneration(JanusForConditionalGeneration):
         logp_guidance: str = "guided",
         detach_unconditional: bool = False,
         all_modalities: bool = False,
+        opens_image: bool | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs,
     ):
@@ -199,6 +200,8 @@ class JanusForInterleavedGeneration(JanusForConditionalGeneration):
                 still gets gradient through both streams; what is below it learns from the conditional one alone.
             all_modalities: run vision tower, image embeddings and image head even where the batch does not need
                 them, so that all ranks of a mixed run use the same sub-networks.
+            opens_image: whether text may open an image, as when it was sampled; None finds it from the ids, and takes
+                it for true with `all_modalities`, whose batches hold both tasks.
             num_items_in_batch: divisor of the loss; the number of scored labels if absent.
 
         Returns:
@@ -218,7 +221,8 @@ class JanusForInterleavedGeneration(JanusForConditionalGeneration):
         )
 
         # In a mixed run the mask must not depend on which other rows are in the batch: one for all.
-        text_hidden, bias = hidden[scored & ~at_image], self.text_bias(draws or all_modalities, hidden)
+        opens_image = draws or all_modalities if opens_image is None else opens_image
+        text_hidden, bias = hidden[scored & ~at_image], self.text_bias(opens_image, hidden)
         text = _score(text_hidden, self.lm_head.weight, bias, targets[scored & ~at_image], temperature)
         forbidden = bias[targets[scored & ~at_image]] != 0
         text = [value.masked_fill(forbidden, 0) for value in text]

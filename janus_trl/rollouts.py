@@ -24,6 +24,7 @@ class SamplingSettings:
         logp_guidance: which log-probs of the codes are returned: `guided` (as sampled) or `conditional`.
         greedy: take the likeliest id instead of sampling.
         batch_size: rows at a time, which bounds memory; all if None.
+        images_per_reasoning: so many rows after one another share a prompt and one sampled reasoning (`t2i`).
     """
 
     task: str = "t2i"
@@ -34,6 +35,7 @@ class SamplingSettings:
     logp_guidance: str = "guided"
     greedy: bool = False
     batch_size: int | None = None
+    images_per_reasoning: int = 1
 
 
 @dataclass
@@ -70,6 +72,23 @@ def row_uniforms(seeds: list[int], length: int) -> torch.Tensor:
     """One uniform number in [0, 1) per row and step, `[len(seeds), length]`, float32 on CPU, drawn ahead."""
     rows = [torch.rand(length, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return torch.stack(rows) if rows else torch.empty(0, length)
+
+
+def check_blocks(prompts: list, settings: SamplingSettings) -> None:
+    """Refuse rows that cannot share reasonings as `images_per_reasoning` says.
+
+    Raises:
+        ValueError: if the rows, or the rows at a time, are no whole blocks, or a block has different prompts.
+    """
+    block = settings.images_per_reasoning
+    if block == 1:
+        return
+    sizes = {"rows": len(prompts), "batch_size": settings.batch_size or len(prompts)}
+    for name, size in sizes.items():
+        if size % block:
+            raise ValueError(f"{name} = {size} must be a multiple of images_per_reasoning = {block}.")
+    if any(prompts[i] != prompts[i - i % block] for i in range(len(prompts))):
+        raise ValueError(f"images_per_reasoning = {block}: so many prompts after one another must be the same.")
 
 
 def check_finite(result: Rollout, any_rank: Callable[[bool], bool] = bool) -> None:

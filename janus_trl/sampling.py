@@ -24,6 +24,7 @@ from .rollouts import (
     Rollout,
     SamplingSettings,
     answers,
+    check_blocks,
     check_finite,
     interleave,
     row_seed,
@@ -68,7 +69,9 @@ def rollout(
     Raises:
         FloatingPointError: on all ranks, if a log-prob is NaN or infinite on any.
         torch.OutOfMemoryError: saying which `rollout_batch_size` was used and which would fit.
+        ValueError: if rows that are to share a reasoning do not come in whole blocks of one prompt.
     """
+    check_blocks(prompts, settings)
     result, size = Rollout(), settings.batch_size or max(len(prompts), 1)
     draws = settings.task == "t2i"
     decode = (decoder or PictureDecoder(model)) if decode and draws else None
@@ -78,12 +81,15 @@ def rollout(
             rows = slice(start, start + size)
             pictures = images[rows] if images else None
             try:
-                if engine is not None:
+                if engine is not None and settings.images_per_reasoning == 1:
                     chunk = EngineChunk(engine, model, settings, seeds[rows], any_rank, progress, decode)
                     result.extend(chunk.run(processor, prompts[rows], pictures, size))
                 else:
                     sampler = _Sampler(model, settings, seeds[rows], any_rank, progress, decode)
-                    result.extend(sampler.run(encode_prompts(processor, prompts[rows], pictures, draws)))
+                    # Rows that share a reasoning are one row until the image.
+                    first = slice(None, None, settings.images_per_reasoning)
+                    pictures = pictures[first] if pictures else None
+                    result.extend(sampler.run(encode_prompts(processor, prompts[rows][first], pictures, draws)))
             except torch.OutOfMemoryError as error:
                 failure = error.with_traceback(None)  # the frames hold the tensors that did not fit
                 break
@@ -125,7 +131,9 @@ class _Sampler:
         # Text and image each have their own stretch of the row's stream: where the text stops does not move the codes.
         length = settings.max_text_length
         uniforms = row_uniforms(seeds, length + (model.num_image_codes if self.draws else 0)).to(self.device)
-        self.text_uniforms, self.image_uniforms = uniforms[:, :length], uniforms[:, length:]
+        self.images_per_reasoning = settings.images_per_reasoning
+        self.text_uniforms = uniforms[:: self.images_per_reasoning, :length]
+        self.image_uniforms = uniforms[:, length:]
 
     def run(self, batch: dict) -> Rollout:
         """Prefill, text, and for `t2i` the codes and their pictures."""
@@ -146,7 +154,8 @@ class _Sampler:
         if not self.draws:
             return answers(prompts, text)
         codes, code_logps = self._sample_codes()
-        return interleave(self.model, prompts, text, codes, code_logps, self.decode)
+        prompts, *text = (_repeated(rows, self.images_per_reasoning) for rows in (prompts, *text))
+        return interleave(self.model, prompts, tuple(text), codes, code_logps, self.decode)
 
     def _forward(self, embeds: torch.Tensor, position_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """Append `embeds` `[B, T, H]` to the cache; hidden state of the last one, `[B, H]`."""
@@ -201,9 +210,11 @@ class _Sampler:
 
     def _sample_codes(self) -> tuple[torch.LongTensor, torch.Tensor]:
         """Codes and their log-probs, `[B, N]` each, on the cache of the text (no second prefill of that stream)."""
-        guided, rows = self.settings.guidance_scale != 1.0, len(self.fed)
+        guided = self.settings.guidance_scale != 1.0
         if guided:
             self._prefill_unconditional()
+        self._repeat_rows(self.images_per_reasoning)
+        rows = len(self.fed)
         everyone = torch.ones(rows, dtype=torch.bool, device=self.device)
         token = torch.full((rows,), self.special.begin_of_image, device=self.device)
         codes, logps = [], []
@@ -220,6 +231,14 @@ class _Sampler:
             logps.append(logp)
             token = code + self.model.vocab_size
         return torch.stack(codes, 1), torch.stack(logps, 1)
+
+    def _repeat_rows(self, times: int) -> None:
+        """From here on each row is `times` rows with the same past: `B` or `2B` rows of the cache, `B` of the rest."""
+        if times == 1:
+            return
+        for layer in self.cache.layers:
+            layer.keys, layer.values = (x.repeat_interleave(times, 0) for x in (layer.keys, layer.values))
+        self.mask, self.fed, self.lengths = (x.repeat_interleave(times, 0) for x in (self.mask, self.fed, self.lengths))
 
     def _next_code(self, hidden: torch.Tensor, guided: bool, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         project, temperature = self.model.model.generation_head.vision_head, self.settings.image_temperature
@@ -242,3 +261,7 @@ class _Sampler:
         for ours, other in zip(self.cache.layers, cache.layers, strict=True):
             ours.keys = torch.cat([ours.keys, other.keys])
             ours.values = torch.cat([ours.values, other.values])
+
+
+def _repeated(rows: list, times: int) -> list:
+    return [row for row in rows for _ in range(times)]

@@ -64,7 +64,7 @@ def test_a_mistyped_value_is_answered_with_the_nearest(grpo, settings, near):
 
 
 def test_a_value_near_to_none_gets_the_list_only(grpo):
-    with pytest.raises(ValueError, match="must be one of: t2i, i2t[.]$"):
+    with pytest.raises(ValueError, match="must be one of: t2i, i2t, both[.]$"):
         grpo(task="video")
 
 

@@ -67,7 +67,7 @@ def test_every_key_of_the_recipe_is_known_and_its_values_pass_the_checks(path):
     script, config, model = read_recipe(path)
     assert script.dataset_name and model.model_name_or_path
     if isinstance(config, JanusGRPOConfig):
-        check_reward_specs(script.reward_funcs, config.task)
+        check_reward_specs(script.reward_funcs, None if config.task == "both" else config.task)
     lora_config(model)
 
 

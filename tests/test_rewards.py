@@ -98,7 +98,7 @@ def test_numbers_left_as_text_by_yaml_become_numbers():
         ("", "is not a reward"),
         (3, "3 is not a reward"),
         ([3], "3 is not a reward"),
-        ({"nam": "format"}, r"unknown key 'nam'.*valid: alias, args, name, weight; did you mean 'name'\?"),
+        ({"nam": "format"}, r"unknown key 'nam'.*valid: alias, args, name, task, weight; did you mean 'name'\?"),
         ({"weight": 1.0}, "has no 'name'"),
         ({"name": "format", "alias": "a/b"}, "alias of 'format' is 'a/b'; use letters"),
         ({"name": "format", "alias": 3}, "alias of 'format' is 3"),

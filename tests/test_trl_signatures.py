@@ -25,6 +25,7 @@ SIGNATURES = {
     ),
     "trl.GRPOTrainer._generate_and_score_completions": "self inputs",
     "trl.GRPOTrainer.log": "self logs start_time",
+    "trl.GRPOTrainer.compute_loss": "self model inputs return_outputs num_items_in_batch",
     "trl.GRPOTrainer.training_step": "self model inputs num_items_in_batch",
     "transformers.Trainer._get_grad_norm": "self model grad_norm",
     "transformers.Trainer._run_epoch": (
@@ -33,6 +34,8 @@ SIGNATURES = {
     ),
     "transformers.Trainer.get_eval_dataloader": "self eval_dataset",
     "trl.trainer.utils.RepeatSampler": "data_source mini_repeat_count batch_size repeat_count shuffle seed",
+    "trl.trainer.utils.nanstd": "tensor dim keepdim",
+    "trl.trainer.utils.pad": "tensors padding_value padding_side pad_to_multiple_of",
     "trl.kernels.ChunkedLogProbFunction.forward": (
         "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
     ),
@@ -62,6 +65,9 @@ def test_the_calls_that_are_relied_on_are_in_the_source_of_trl():
     generate = inspect.getsource(trl.GRPOTrainer._generate)
     assert "self.rollout_func(prompts, self)" in generate and 'extra_fields.pop("env_mask", None)' in generate
     assert "rollout_func" in inspect.signature(trl.GRPOTrainer.__init__).parameters
+    prepare = inspect.getsource(inspect.unwrap(trl.GRPOTrainer._prepare_inputs))  # rows are shuffled after sampling
+    assert prepare.index("self._generate_and_score_completions(generation_batch)") < prepare.index("shuffle_sequence")
+    assert "if advantages.dim() == 1:" in inspect.getsource(trl.GRPOTrainer._compute_loss)  # [B, C] is let through
 
 
 def test_rows_that_no_reward_scores_leave_their_group_in_trl():

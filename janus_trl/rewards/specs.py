@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-SPEC_KEYS = ("name", "weight", "alias", "args")
+SPEC_KEYS = ("name", "weight", "alias", "args", "task")
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,14 @@ class RewardSpec:
         weight: Its factor in the sum that is trained on; 0 logs it only.
         args: Arguments of the function or class.
         alias: Its name in metrics; needed to tell two entries of the same reward apart.
+        task: What it scores in a run of both tasks; None for every task that it fits.
     """
 
     name: str | Callable
     weight: float = 1.0
     args: dict[str, Any] = field(default_factory=dict)
     alias: str | None = None
+    task: str | None = None
 
 
 def suggest(given: str, valid: Iterable[str]) -> str:
@@ -43,7 +45,7 @@ def parse_reward_specs(specs: Any) -> list[RewardSpec]:
 
     Args:
         specs: One entry or a list of entries. An entry is a name, a path (`my_pkg.mod.fn` or `module:function`), a
-            mapping `{name, weight, alias, args}` (also as a JSON string), a `RewardSpec` or a Python function.
+            mapping `{name, weight, alias, args, task}` (also as a JSON string), a `RewardSpec` or a Python function.
 
     Raises:
         ValueError: Nothing given, an unknown key, a missing name, a weight that is not a finite number, an alias that
@@ -94,7 +96,10 @@ def _parse_mapping(spec: Mapping) -> RewardSpec:
             f"reward_funcs: alias of '{name}' is {alias!r}; use letters, digits, '_', '-' and '.': metrics and "
             "files are named after it."
         )
-    return RewardSpec(name if callable(name) else name.strip(), weight, dict(args), alias)
+    task = spec.get("task")
+    if task not in (None, "t2i", "i2t"):
+        raise ValueError(f"reward_funcs: task of '{name}' is {task!r}; {suggest(str(task), ('t2i', 'i2t'))}")
+    return RewardSpec(name if callable(name) else name.strip(), weight, dict(args), alias, task)
 
 
 def coerce(value: Any, annotation: Any, where: str) -> Any:

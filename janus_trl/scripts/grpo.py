@@ -19,19 +19,21 @@ from janus_trl.prompts import bind_prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.reporting import SampleSender
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
+from janus_trl.rewards.by_task import get_rewards_by_task
+from janus_trl.sampling_checks import TASKS
 from janus_trl.script_arguments import JanusScriptArguments, lora_config
 from janus_trl.scripts.run import finish, keep_recipe, limit_rows, model_kwargs, resume_point
 
 
 @dataclass
 class GRPORun:
-    """Everything a run needs, checked; no weights are loaded yet."""
+    """Everything a run needs, checked; no weights are loaded yet. `train` and `test` have the rows of each task."""
 
     script: JanusScriptArguments
     args: JanusGRPOConfig
     model: ModelConfig
-    train: Dataset
-    test: Dataset | None
+    train: dict[str, Dataset]
+    test: dict[str, Dataset]
     rewards: RewardSet
     report: list[str]
 
@@ -45,12 +47,34 @@ def configure(argv: list[str]) -> GRPORun:
     script, args, model = parse_recipe((JanusScriptArguments, JanusGRPOConfig, ModelConfig), argv)
     lora_config(model)
     model.model_name_or_path = resolve_model(model.model_name_or_path, model.model_revision)
-    splits = limit_rows(load_training_dataset(script, args.task), script)
-    splits, report = check_rows(splits, script, args, model)
-    train = splits["train"]
+    tasks = TASKS if args.task == "both" else (args.task,)
+    train, test, report = {}, {}, []
+    for task in tasks:
+        splits = limit_rows(load_training_dataset(script, task), script)
+        splits, lines = check_rows(splits, task, script, args, model)
+        report += lines
+        train[task] = splits["train"]
+        if splits["test"] is not None:
+            test[task] = splits["test"]
+    if len(test) == 1 < len(tasks):
+        missing = next(task for task in tasks if task not in test)
+        raise ValueError(f"there are held-out rows, but none of {missing}. Set a test split for it, or for no task.")
+    rewards = check_rewards(script, args, train)
+    for task, rows in train.items():
+        check_enough_rows(rows, task, args)
+    return GRPORun(script, args, model, train, test, rewards, report)
+
+
+def check_rewards(script: JanusScriptArguments, args: JanusGRPOConfig, train: dict[str, Dataset]) -> RewardSet:
+    """The rewards, with their weights in `args`, checked against the rows that they will score."""
     if not script.reward_funcs:
         raise ValueError("reward_funcs is not set. Name at least one reward, e.g. reward_funcs: [pickscore].")
-    rewards = get_reward_funcs(script.reward_funcs, args.task, train.column_names, script.reward_batch_size)
+    columns = {task: rows.column_names for task, rows in train.items()}
+    if args.task == "both":
+        rewards, specs = get_rewards_by_task(script.reward_funcs, columns, script.reward_batch_size)
+    else:
+        rewards = get_reward_funcs(script.reward_funcs, args.task, columns[args.task], script.reward_batch_size)
+        specs = {args.task: script.reward_funcs}
     if args.reward_weights is None:
         args.reward_weights = rewards.weights
     elif any(weight != 1 for weight in rewards.weights):
@@ -64,34 +88,41 @@ def configure(argv: list[str]) -> GRPORun:
             f"({', '.join(rewards.names)}). Give one weight per reward."
         )
     check_reward_options(args)
-    check_reward_rows(script.reward_funcs, train)
+    for task, rows in train.items():
+        check_reward_rows(specs[task], rows)
+    return rewards
+
+
+def check_enough_rows(rows: Dataset, task: str, args: JanusGRPOConfig) -> None:
+    """Refuse too few rows: the sampler drops what does not fill a rollout, and the run would end without a step."""
     prompts = args.generation_batch_size // args.num_generations
-    if len(train) < prompts:  # the sampler drops what does not fill a rollout: the run would end without a step
+    if len(rows) < prompts:
+        of_task = f" of {task}" if args.task == "both" else ""
         raise ValueError(
-            f"{len(train)} training rows are fewer than the {prompts} prompts of a rollout "
+            f"{len(rows)} training rows{of_task} are fewer than the {prompts} prompts of a rollout "
             f"({args.generation_batch_size} completions / num_generations {args.num_generations}). Use more rows, or "
             "lower per_device_train_batch_size or gradient_accumulation_steps."
         )
-    return GRPORun(script, args, model, train, splits["test"], rewards, report)
 
 
-def check_rows(splits: dict, script: JanusScriptArguments, args: JanusGRPOConfig, model: ModelConfig):
+def check_rows(splits: dict, task: str, script: JanusScriptArguments, args: JanusGRPOConfig, model: ModelConfig):
     """The splits as they are safe to train on, and a report of a few lines (with the first prompt in a dry run)."""
     processor = JanusProcessor.from_pretrained(model.model_name_or_path, revision=model.model_revision)
     bind_prompt_template(processor, args.prompt_template)
     config = JanusConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
     check_entropy_targets(args, config)
-    text_length = args.max_completion_length if args.task == "i2t" else args.max_reasoning_length
-    room = prompt_room(config, args.task, text_length)
+    text_length = args.max_completion_length if task == "i2t" else args.max_reasoning_length
+    room = prompt_room(config, task, text_length)
     checked, lines = {}, []
     for name, rows in splits.items():
         if rows is not None:
             options = {"rows": script.validate_rows, "bad_rows": script.bad_rows, "room": room}
-            rows, report = validated(rows, args.task, processor, name=name, **options)
+            label = f"{task}, {name}" if args.task == "both" else name
+            rows, report = validated(rows, task, processor, name=label, **options)
             lines += report.lines()
         checked[name] = rows
     if script.dry_run:
-        lines += first_prompt_lines(checked["train"], processor, draws=args.task == "t2i")
+        lines += first_prompt_lines(checked["train"], processor, draws=task == "t2i")
     return checked, lines
 
 
@@ -99,10 +130,11 @@ def summary(run: GRPORun) -> str:
     """One line: what a step is."""
     args = run.args
     size, group = args.generation_batch_size, args.num_generations
-    held_out = f", {len(run.test)} held-out rows" if run.test is not None else ""
+    held_out = f", {sum(map(len, run.test.values()))} held-out rows" if run.test else ""
+    tasks = ", ".join(f"{task} {share:.0%}" for task, share in (args.task_proportions or {}).items())
     return (
-        f"{args.task}: {size // group} prompts x {group} completions = {size} a rollout, "
-        f"{len(run.train)} training rows{held_out}, rewards: {', '.join(run.rewards.names)}"
+        f"{tasks or args.task}: {size // group} prompts x {group} completions = {size} a rollout, "
+        f"{sum(map(len, run.train.values()))} training rows{held_out}, rewards: {', '.join(run.rewards.names)}"
     )
 
 
@@ -113,15 +145,15 @@ def train(run: GRPORun, argv: list[str]) -> JanusGRPOTrainer:
         model=run.model.model_name_or_path,
         reward_funcs=run.rewards.funcs,
         args=run.args,
-        train_dataset=run.train,
-        eval_dataset=run.test,
+        train_dataset=_of_run(run.train, run.args.task),
+        eval_dataset=_of_run(run.test, run.args.task),
         peft_config=lora_config(run.model),
     )
     # A reward model that does not load, or fails its self-test, ends the run here, not after the first rollout.
     or_exit(lambda _: run.rewards.load(), argv)
     keep_recipe(trainer, argv)
     trainer.add_callback(CurveCallback())
-    if run.test is not None and run.args.num_samples:
+    if run.test and run.args.num_samples:
         trainer.add_callback(
             SampleGridCallback(
                 lambda step: trainer.sample_rows(run.args.num_samples),
@@ -132,6 +164,10 @@ def train(run: GRPORun, argv: list[str]) -> JanusGRPOTrainer:
     trainer.train(resume_from_checkpoint=resume_point(run.args))
     finish(trainer)
     return trainer
+
+
+def _of_run(rows: dict[str, Dataset], task: str) -> Dataset | dict[str, Dataset] | None:
+    return (rows or None) if task == "both" else rows.get(task)
 
 
 def main(argv: list[str] | None = None) -> None:

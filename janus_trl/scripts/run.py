@@ -8,6 +8,7 @@ from trl import ModelConfig
 
 from janus_trl.recipe import read_recipe
 from janus_trl.script_arguments import JanusScriptArguments
+from janus_trl.task_mixture import evaluations_of
 
 
 def limit_rows(splits: dict[str, Any], script: JanusScriptArguments) -> dict[str, Any]:
@@ -53,7 +54,15 @@ def finish(trainer) -> None:
     trainer.save_state()
     trainer.create_model_card()
     if trainer.accelerator.is_main_process:
-        print(closing_line(trainer.evaluations, trainer.args.output_dir))
+        for task, evaluations in evaluations_by_task(trainer).items():
+            print(f"{task}: " * bool(task) + closing_line(evaluations, trainer.args.output_dir))
+
+
+def evaluations_by_task(trainer) -> dict[str, list]:
+    """The evaluations of each task of a run of both; of a run of one, under the empty name."""
+    if not isinstance(trainer.eval_dataset, dict):
+        return {"": trainer.evaluations}
+    return {task: evaluations_of(rows, trainer.evaluations) for task, rows in trainer.eval_dataset.items()}
 
 
 def closing_line(evaluations: list[tuple[int, dict[int, float]]], folder: str) -> str:

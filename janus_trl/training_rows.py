@@ -1,0 +1,55 @@
+"""The data sets of a GRPO trainer in the form in which TRL samples them, for one task or both."""
+
+from datasets import Dataset, IterableDataset
+
+from .data_checks import NO_STREAMING
+from .group_filtering import ROW_NUMBER
+from .prompts import conversational, with_row_ids
+from .task_mixture import check_task_datasets, held_out_by_task, join_tasks
+
+
+def training_rows(dataset: Dataset | dict[str, Dataset], task: str, prompts: int, numbered: bool) -> Dataset:
+    """Rows to train on.
+
+    Args:
+        prompts: prompts of a rollout, which every task has to have.
+        numbered: add the column that `GroupFilter` needs.
+
+    Raises:
+        ValueError: a streamed data set, or for `both` what is no data set of each task.
+    """
+    _refuse_streams(dataset)
+    if task == "both":
+        check_task_datasets("train_dataset", dataset, prompts)
+        rows = join_tasks(dataset)
+    else:
+        rows = conversational(dataset, task)
+    if not numbered:
+        return rows
+    rows = rows.remove_columns([name for name in (ROW_NUMBER,) if name in rows.column_names])
+    return rows.add_column(ROW_NUMBER, list(range(len(rows))))
+
+
+def held_out_rows(dataset: Dataset | dict[str, Dataset] | None, task: str) -> Dataset | dict[str, Dataset] | None:
+    """Rows to evaluate on, numbered; a data set per task for `both`."""
+    _refuse_streams(dataset)
+    if dataset is None or task != "both":
+        return with_row_ids(conversational(dataset, task))
+    check_task_datasets("eval_dataset", dataset)
+    return held_out_by_task(dataset)
+
+
+def rows_of_tasks(dataset: Dataset, task: str) -> dict[str, list[int]]:
+    """Numbers of the training rows of each task."""
+    if task != "both":
+        return {task: list(range(len(dataset)))}
+    rows: dict[str, list[int]] = {}
+    for i, of_row in enumerate(dataset.with_format(None)["task"]):
+        rows.setdefault(of_row, []).append(i)
+    return rows
+
+
+def _refuse_streams(dataset) -> None:
+    parts = dataset.values() if isinstance(dataset, dict) else [dataset]
+    if any(isinstance(part, IterableDataset) for part in parts):
+        raise ValueError(NO_STREAMING)
