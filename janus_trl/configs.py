@@ -45,6 +45,9 @@ TEMPLATE_HELP = (
     "Text with `{prompt}` around every user text, e.g. an instruction that asks for a plan; rewards get the user text "
     "alone. Unset: the one that the checkpoint was trained with, or none."
 )
+BASE_MODEL_HELP = (
+    "Hub id of the base, written into adapters and model cards; unset: model_name_or_path, if that is a Hub id."
+)
 
 
 @dataclass
@@ -129,6 +132,7 @@ class JanusGRPOConfig(GRPOConfig):
     stop_on_no_signal: bool = field(
         default=False, metadata={"help": "End the training when there is no learning signal at all."}
     )
+    base_model_id: str | None = field(default=None, metadata={"help": BASE_MODEL_HELP})
 
     # TRL and transformers defaults, set on purpose
     log_multimodal: bool = field(
@@ -202,6 +206,7 @@ class JanusSFTConfig(SFTConfig):
         metadata={"help": "Weight of the loss of `<begin_of_image>`; 0 where it is always forced (no reasoning)."},
     )
     prompt_template: str | None = field(default=None, metadata={"help": TEMPLATE_HELP})
+    base_model_id: str | None = field(default=None, metadata={"help": BASE_MODEL_HELP})
     codes_cache_dir: str | None = field(
         default=None,
         metadata={"help": "Folder of the cache of image codes; `janus_trl_codes` in the cache of datasets if unset."},

@@ -16,6 +16,7 @@ from trl.models.utils import unwrap_model_for_generation
 
 from .configs import JanusGRPOConfig
 from .engine import DecodeEngine, supports
+from .hub import check_write_access
 from .loading import check_model, model_name, processor_for
 from .metrics import PhaseMemory, drift, masked_mean
 from .model_card import write_model_card
@@ -29,6 +30,7 @@ from .reward_settlement import settle
 from .run_log import reward_trend
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .signal_metrics import signal_metrics
+from .saving import RolloutCheckpointing
 from .trainable import freeze_for_task, trainable_table
 
 logger = logging.get_logger(__name__)
@@ -37,7 +39,7 @@ logger = logging.get_logger(__name__)
 ENGINE_DEVICES = ("cuda",)
 
 
-class JanusGRPOTrainer(GRPOTrainer):
+class JanusGRPOTrainer(RolloutCheckpointing, GRPOTrainer):
     """`trl.GRPOTrainer` for `JanusForConditionalGeneration`: text, then image codes (`t2i`), or answers (`i2t`).
 
     Rollouts are sampled by `janus_trl.sampling.rollout`, and policy, old and reference log-probs come from
@@ -70,6 +72,8 @@ class JanusGRPOTrainer(GRPOTrainer):
         peft_config: PeftConfig | None = None,
     ):
         check_model(model)
+        if args.process_index == 0:
+            check_write_access(args)
         if args.beta != 0.0 and peft_config is None and not model_name(model):
             raise ValueError(
                 f"beta = {args.beta} needs a reference model, but the model was built in memory. Save it and pass the "

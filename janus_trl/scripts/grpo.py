@@ -19,7 +19,9 @@ from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.reporting import SampleSender
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
 from janus_trl.script_arguments import JanusScriptArguments, lora_config
-from janus_trl.scripts.run import finish, keep_recipe, limit_rows, model_kwargs, resume_point
+from janus_trl.scripts.run import check_start, ended_early, finish, keep_recipe, limit_rows, model_kwargs
+
+MODULE = "janus_trl.scripts.grpo"
 
 
 @dataclass
@@ -43,6 +45,7 @@ def configure(argv: list[str]) -> GRPORun:
     """
     script, args, model = parse_recipe((JanusScriptArguments, JanusGRPOConfig, ModelConfig), argv)
     lora_config(model)
+    check_start(args, script)
     model.model_name_or_path = resolve_model(model.model_name_or_path, model.model_revision)
     splits = limit_rows(load_training_dataset(script, args.task), script)
     splits, report = check_rows(splits, script, args, model)
@@ -127,8 +130,9 @@ def train(run: GRPORun, argv: list[str]) -> JanusGRPOTrainer:
                 send=SampleSender(trainer),
             )
         )
-    trainer.train(resume_from_checkpoint=resume_point(run.args))
-    finish(trainer)
+    trainer.train(resume_from_checkpoint=run.args.resume_from_checkpoint)
+    if not ended_early(trainer, MODULE, argv):
+        finish(trainer)
     return trainer
 
 
