@@ -50,7 +50,7 @@ class Checkpointing(HubPushing):
     _warned: frozenset[str] = frozenset()
 
     def extra_state(self) -> dict[str, Any]:
-        """What a checkpoint stores for `load_extra_state`, as JSON allows; called on every rank, that of rank 0 is kept."""
+        """What a checkpoint stores for `load_extra_state`, as JSON allows; that of rank 0 is kept."""
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class Checkpointing(HubPushing):
     # Train -----------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """As in transformers; True means the newest whole checkpoint, `auto` that or the start. SIGTERM saves and ends."""
+        """As in transformers; True: the newest whole checkpoint, `auto`: that or the start. SIGTERM saves and ends."""
         point, lines = find_resume_point(
             resume_from_checkpoint, self.args.output_dir, self.args.world_size, self.is_deepspeed_enabled
         )
@@ -94,7 +94,7 @@ class Checkpointing(HubPushing):
     # Save ------------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model to a folder of its own, check it, and only then replace the older one; every rank calls it."""
+        """Write the model aside, check it, and only then replace the older one; every rank calls it."""
         if self._unfinished is not None:  # a part of a checkpoint
             super().save_model(output_dir, _internal_call=True)
             return
@@ -113,7 +113,7 @@ class Checkpointing(HubPushing):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Write weights and what belongs beside them, and check them; a failure waits until all ranks can hear of it."""
+        """Write weights and what belongs beside them, and check them; a failure waits until all ranks hear of it."""
         token, self.args.hub_token = self.args.hub_token, None  # transformers pickles the arguments into the folder
         try:
             super()._save(output_dir, state_dict)
