@@ -7,6 +7,7 @@ from trl import GRPOConfig, SFTConfig
 
 from .config_checks import (
     at_least,
+    check_base_model_id,
     check_batch_sizes,
     check_prompt_template,
     check_report_to,
@@ -177,6 +178,7 @@ class JanusGRPOConfig(GRPOConfig):
         check_report_to(self)
         check_prompt_template(self)
         check_reward_options(self)
+        check_base_model_id(self)
         for name in ("temperature", "image_temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must be > 0. Use 1.0 to sample the model as it is.")
@@ -252,6 +254,7 @@ class JanusSFTConfig(SFTConfig):
         at_least(self, "max_reasoning_length", 0, "0 opens the image at once")
         check_report_to(self)
         check_prompt_template(self)
+        check_base_model_id(self)
         if self.loss_type == "dft" and any(getattr(self, name) != 1 for name in weights):
             raise ValueError(
                 f"loss_type = 'dft' is not supported with weights of labels ({', '.join(weights)}): they would change "

@@ -2,6 +2,7 @@
 
 import os
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,22 @@ def check_start(args, script: JanusScriptArguments) -> None:
     processes = (script.num_processes if script.dry_run else None) or args.world_size
     sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     find_resume_point(args.resume_from_checkpoint, args.output_dir, processes, sharded)
+    if args.process_index == 0 and not script.dry_run:
+        check_output_dir(args.output_dir)
     if args.process_index == 0:
         check_write_access(args, create=not script.dry_run)
+
+
+def check_output_dir(folder: str) -> None:
+    """Make the output folder, and refuse one in which nothing can be written."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0" * 2**16)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir = {folder} cannot be written: {error.strerror}. Choose another folder, or make room."
+        ) from error
 
 
 def keep_recipe(trainer, argv: list[str]) -> None:
