@@ -5,6 +5,7 @@ This process imports what a run needs once and forks the two ranks of every run,
 """
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (imports half of torch.compile: once, not per rank)
 import torch
 from accelerate.commands import launch
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
@@ -223,6 +225,8 @@ def main() -> None:
     # A rank that dies while it loads this extension leaves torch's lock file, at which the next one waits for ever.
     get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     environment = launch_environment()
+    gc.collect()
+    gc.freeze()
 
     def run(name: str, **settings) -> Run:
         settings = {"iterations": options.iterations, **settings}
