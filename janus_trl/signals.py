@@ -46,8 +46,9 @@ def resume_command(module: str, argv: list[str], processes: int = 1, parent: lis
         parent: words of the command that started this process; read from the system if None.
     """
     parent = _parent_words() if parent is None else parent
-    if module in parent[1:] and "launch" in " ".join(parent):
-        prefix = parent[: parent.index(module) - 1]
+    at = parent.index(module) if module in parent else 0
+    if at > 1 and parent[at - 1] == "-m":  # a launcher, which gave its last words to this process
+        prefix = parent[: at - 1]
     elif processes > 1:
         prefix = ["accelerate", "launch", "--num_processes", str(processes)]
     else:

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import sys
@@ -45,6 +46,7 @@ class Run:
     Attributes:
         lora: train an adapter.
         iterations: `num_iterations`; with 2, every second checkpoint is inside a rollout.
+        full_at: the disk of rank 0 is full when it saves this step.
         die_in: rank 0 kills itself in this function of `janus_trl.saving`, at its `die_at`-th call.
         push: to this repository, at the end.
     """
@@ -53,6 +55,7 @@ class Run:
     model: str
     lora: bool = False
     iterations: int = 2
+    full_at: int | None = None
     die_in: str | None = None
     die_at: int = 1
     push: str | None = None
@@ -103,11 +106,26 @@ def die_in(name: str, at: int) -> None:
     setattr(janus_trl.saving, name, fatal)
 
 
+def fill_disk(trainer: JanusGRPOTrainer, step: int) -> None:
+    """From the save of `step` on, no file of this process grows beyond 100 kB."""
+    save = trainer._save
+
+    def save_on_full_disk(*args, **kwargs):
+        if trainer.state.global_step == step:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        save(*args, **kwargs)
+
+    trainer._save = save_on_full_disk
+
+
 def rank_main(run: Run) -> None:
     """One rank of a run, from its start to its end."""
     if run.die_in and os.environ["RANK"] == "0":
         die_in(run.die_in, run.die_at)
     trainer = build(run)
+    if run.full_at and os.environ["RANK"] == "0":
+        fill_disk(trainer, run.full_at)
     trainer.train(resume_from_checkpoint="auto")
     if not trainer.interrupted:
         save_all(trainer)
@@ -151,8 +169,10 @@ def start(run: Run, environment: dict[str, str]) -> list[int]:
     return ranks
 
 
-def wait(ranks: list[int], seconds: float, until: Callable[[], bool] = lambda: False) -> list[int | None]:
-    """Exit statuses (None: still there) when all or one by a signal have ended, `until()` holds or time is up."""
+def wait(
+    ranks: list[int], seconds: float, until: Callable[[], bool] = lambda: False, for_all: bool = False
+) -> list[int | None]:
+    """Exit statuses (None: still there) when all ended, one failed (not `for_all`), `until()` holds or time is up."""
     statuses: dict[int, int | None] = dict.fromkeys(ranks)
     end = time.monotonic() + seconds
     while time.monotonic() < end and not until() and None in statuses.values():
@@ -160,7 +180,7 @@ def wait(ranks: list[int], seconds: float, until: Callable[[], bool] = lambda: F
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 statuses[pid] = os.waitstatus_to_exitcode(status)
-        if any(status not in (None, 0) for status in statuses.values()):
+        if not for_all and any(status not in (None, 0) for status in statuses.values()):
             break
         time.sleep(0.02)
     return list(statuses.values())
@@ -174,11 +194,11 @@ def kill(ranks: list[int], statuses: list[int | None]) -> None:
             os.waitpid(pid, 0)
 
 
-def life(run: Run, environment: dict[str, str], seconds: float = 120) -> dict:
+def life(run: Run, environment: dict[str, str], seconds: float = 120, for_all: bool = False) -> dict:
     """One run until it ends, dies or is killed after `seconds`."""
     started = time.monotonic()
     ranks = start(run, environment)
-    statuses = wait(ranks, seconds)
+    statuses = wait(ranks, seconds, for_all=for_all)
     kill(ranks, statuses)
     unfinished = sorted(path.name for path in (run.output / "_unfinished").glob("*"))
     lines = (run.output / "rank0.log").read_text(errors="replace").splitlines()
@@ -237,7 +257,9 @@ def main() -> None:
     duration = results["straight"][0]["seconds"]
     plan = [("check_weights", 2), ("write_manifest", 1)] if options.kills <= 3 else []
     results["killed"] = killed(run("killed"), environment, options.kills, duration, plan)
-    if not options.only_kills:
+    if options.only_kills:
+        results["disk"] = [life(run("disk", full_at=2), environment, seconds=60, for_all=True)]
+    else:
         results["lora"] = [life(run("lora", lora=True, push=push.format("lora")), environment)]
         results["terminated"] = terminated(run("terminated", lora=True), environment)
     (options.output / "results.json").write_text(json.dumps(results))

@@ -98,9 +98,15 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_as_if_it_had_not_been(runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("iterations", ["1", "2"])
-def test_twenty_kills_at_random_moments(tmp_path, iterations):
+def test_twenty_kills_at_random_moments_and_a_full_disk(tmp_path, iterations):
     results = run_worker(tmp_path, "--only_kills", "--kills", "20", "--iterations", iterations, timeout=900)
     check_kills(results, 20)
+    (disk,) = results.lives["disk"]
+    assert disk["statuses"] == [1, 1] and disk["unfinished"] == []  # both ended by themselves
+    first, second = ((results.output / "disk" / f"rank{rank}.log").read_text() for rank in range(2))
+    assert "Saving step 2 failed (" in first and "another rank could not write" in second
+    assert "checkpoint-1 is kept" in first
+    assert [path.name for path in (results.output / "disk").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_sigterm_to_one_rank_ends_both_with_status_0_and_the_adapter_trains_on(runs):

@@ -18,8 +18,9 @@ ROOT = Path(__file__).parent.parent
 MODULE = "janus_trl.scripts.grpo"
 
 
-def test_the_command_keeps_the_launcher_and_its_options():
-    parent = shlex.split("/env/bin/python /env/bin/accelerate launch --config_file zero3.yaml --num_processes 8 -m")
+@pytest.mark.parametrize("launcher", ["/env/bin/python /env/bin/accelerate launch", "torchrun", "timeout 9h python"])
+def test_the_command_keeps_the_launcher_and_its_options(launcher):
+    parent = shlex.split(f"{launcher} --config_file zero3.yaml --num_processes 8 -m")
     command = resume_command(MODULE, ["--config", "a b.yaml"], 8, [*parent, MODULE, "--config", "a b.yaml"])
     assert shlex.split(command) == [*parent, MODULE, "--config", "a b.yaml", "--resume_from_checkpoint", "true"]
 
