@@ -73,6 +73,13 @@ class Checkpointing(HubPushing):
         with stop_on_sigterm() as self._stop:
             return super().train(point, *args, **kwargs)
 
+    def _run_epoch(self, *args, **kwargs):
+        """Nothing, where the checkpoint is that of the last step: transformers would train one more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         # All ranks end at the same step. After it, transformers calls this once more, at the end of the epoch.
         if self._stop is not None and not self.interrupted and self._any(self._stop.requested):

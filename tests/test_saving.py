@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import JanusForConditionalGeneration, JanusProcessor, TrainerCallback
 
 from janus_trl.checkpoints import CheckpointError, read_manifest, why_not_whole
@@ -105,6 +106,23 @@ def test_a_full_disk_ends_the_run_with_the_checkpoint_before_it_whole(trainer_of
     assert [entry["step"] for entry in steps(again)] == [1, 2]
 
 
+def test_a_save_that_loses_a_tensor_ends_the_run_with_the_checkpoint_before_it(trainer_of, tmp_path, monkeypatch):
+    trainer = trainer_of(save_total_limit=1, **SAVE)
+    save = trainer.model.save_pretrained
+
+    def lossy(folder, *args, **kwargs):
+        save(folder, *args, **kwargs)
+        if trainer.state.global_step == 2:
+            tensors = load_file(Path(folder) / "model.safetensors")
+            tensors["lm_head.weight"] = torch.zeros(0)
+            save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(trainer.model, "save_pretrained", lossy)
+    with pytest.raises(CheckpointError, match="1 tensors are empty, e.g. lm_head.weight.*checkpoint-1 is kept"):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-1"]
+
+
 def test_an_adapter_that_nothing_trained_is_not_saved(trainer_of, tmp_path, monkeypatch):
     trainer = trainer_of(peft=lora(), **SAVE)
     for name, parameter in trainer.model.named_parameters():
@@ -165,6 +183,15 @@ def test_a_resume_with_other_lora_modules_is_refused(trainer_of, tmp_path):
     narrower = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=r".*language_model.*q_proj")
     with pytest.raises(CheckpointError, match="the model has no parameter .*lora_A"):
         trainer_of(peft=narrower, **{**SAVE, "max_steps": 3}).train(resume_from_checkpoint=True)
+
+
+def test_a_run_that_was_killed_after_its_last_step_only_ends(trainer_of, tmp_path):
+    trainer = trainer_of(**SAVE)
+    trainer.train()
+    again = trainer_of(**SAVE)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2 and [log["step"] for log in steps(again)] == [1, 2]
+    assert all(torch.equal(value, weights(again)[name]) for name, value in weights(trainer).items())
 
 
 def test_what_a_trainer_adds_to_a_checkpoint_comes_back(trainer_of, tmp_path, monkeypatch):
