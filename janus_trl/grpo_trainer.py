@@ -29,8 +29,8 @@ from .reward_guard import guard
 from .reward_settlement import settle
 from .run_log import reward_trend
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
-from .signal_metrics import signal_metrics
 from .saving import RolloutCheckpointing
+from .signal_metrics import signal_metrics
 from .trainable import freeze_for_task, trainable_table
 
 logger = logging.get_logger(__name__)
