@@ -3,6 +3,7 @@
 import difflib
 import math
 import os
+import re
 from collections.abc import Iterable
 
 import torch
@@ -68,6 +69,16 @@ def check_report_to(config) -> None:
                 f"report_to = {name!r} is not installed. Install it (pip install {name}), or set report_to: none; "
                 "sample grids, curve.png and trainer_state.json are written to output_dir anyway."
             )
+
+
+def check_base_model_id(config) -> None:
+    """Refuse a `base_model_id` that is no Hub id."""
+    name = config.base_model_id
+    if name is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ValueError(
+            f"base_model_id = {name!r} must be a Hub id, owner/name, under which others find the base. Write e.g. "
+            "base_model_id: deepseek-community/Janus-Pro-1B, or leave it unset."
+        )
 
 
 def did_you_mean(name, known: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ from trl import GRPOConfig, SFTConfig
 
 from .config_checks import (
     at_least,
+    check_base_model_id,
     check_batch_sizes,
     check_prompt_template,
     check_report_to,
@@ -46,6 +47,9 @@ _UNSUPPORTED_IN_SFT = {
 TEMPLATE_HELP = (
     "Text with `{prompt}` around every user text, e.g. an instruction that asks for a plan; rewards get the user text "
     "alone. Unset: the one that the checkpoint was trained with, or none."
+)
+BASE_MODEL_HELP = (
+    "Hub id of the base, written into adapters and model cards; unset: model_name_or_path, if that is a Hub id."
 )
 
 
@@ -148,6 +152,7 @@ class JanusGRPOConfig(GRPOConfig):
     stop_on_no_signal: bool = field(
         default=False, metadata={"help": "End the training when there is no learning signal at all."}
     )
+    base_model_id: str | None = field(default=None, metadata={"help": BASE_MODEL_HELP})
 
     # The loss, text and image codes apart. Text: reasoning, answers, sampled `<begin_of_image>` and eos.
     text_loss_weight: float = field(default=1.0, metadata={"help": "Weight of text in the gradient of the loss."})
@@ -232,6 +237,7 @@ class JanusGRPOConfig(GRPOConfig):
         check_prompt_template(self)
         check_reward_options(self)
         check_loss_options(self)
+        check_base_model_id(self)
         for name in ("temperature", "image_temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must be > 0. Use 1.0 to sample the model as it is.")
@@ -261,6 +267,7 @@ class JanusSFTConfig(SFTConfig):
         metadata={"help": "Weight of the loss of `<begin_of_image>`; 0 where it is always forced (no reasoning)."},
     )
     prompt_template: str | None = field(default=None, metadata={"help": TEMPLATE_HELP})
+    base_model_id: str | None = field(default=None, metadata={"help": BASE_MODEL_HELP})
     codes_cache_dir: str | None = field(
         default=None,
         metadata={"help": "Folder of the cache of image codes; `janus_trl_codes` in the cache of datasets if unset."},
@@ -306,6 +313,7 @@ class JanusSFTConfig(SFTConfig):
         at_least(self, "max_reasoning_length", 0, "0 opens the image at once")
         check_report_to(self)
         check_prompt_template(self)
+        check_base_model_id(self)
         if self.loss_type == "dft" and any(getattr(self, name) != 1 for name in weights):
             raise ValueError(
                 f"loss_type = 'dft' is not supported with weights of labels ({', '.join(weights)}): they would change "

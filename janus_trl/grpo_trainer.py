@@ -18,6 +18,7 @@ from .configs import JanusGRPOConfig
 from .engine import DecodeEngine, supports
 from .entropy_control import EntropyControl
 from .group_filtering import GroupFilter
+from .hub import check_write_access
 from .loading import check_model, model_config, model_name, processor_for
 from .loss_checks import check_entropy_targets
 from .loss_metrics import RatioWarnings, loss_metrics
@@ -34,6 +35,7 @@ from .reward_settlement import settle
 from .rollouts import text_is_cut
 from .run_log import reward_trend
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
+from .saving import RolloutCheckpointing
 from .shared_reasoning import advantages_per_token
 from .signal_metrics import signal_metrics
 from .task_mixture import TaskSampler, drop_joint_metrics, row_for_task, split_by_task
@@ -46,7 +48,7 @@ logger = logging.get_logger(__name__)
 ENGINE_DEVICES = ("cuda",)
 
 
-class JanusGRPOTrainer(GRPOTrainer):
+class JanusGRPOTrainer(RolloutCheckpointing, GRPOTrainer):
     """`trl.GRPOTrainer` for `JanusForConditionalGeneration`: text, then image codes (`t2i`), or answers (`i2t`).
 
     Rollouts are sampled by `janus_trl.sampling.rollout`, and policy, old and reference log-probs come from
@@ -81,6 +83,8 @@ class JanusGRPOTrainer(GRPOTrainer):
     ):
         check_model(model)
         check_entropy_targets(args, model_config(model, args.model_init_kwargs))
+        if args.process_index == 0:
+            check_write_access(args)
         if args.beta != 0.0 and peft_config is None and not model_name(model):
             raise ValueError(
                 f"beta = {args.beta} needs a reference model, but the model was built in memory. Save it and pass the "

@@ -3,22 +3,20 @@
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import torch
-import transformers
-import trl
 import yaml
 from accelerate.utils import is_peft_model
 
+from .card_snippets import Usage, snippet
+from .checkpoints import read_manifest, versions
+from .prompts import prompt_template
+from .weight_files import hub_id
+
 _KINDS = {"t2i": ("text-to-image", "text-to-image"), "i2t": ("image-to-text", "image-text-to-text")}
-_LOAD = {
-    False: 'model = JanusForConditionalGeneration.from_pretrained("{name}")',
-    True: 'model = PeftModel.from_pretrained(JanusForConditionalGeneration.from_pretrained("{base}"), "{name}")',
-}
+_LOCAL_BASE = "path/to/the/base"
 
 
 def write_model_card(trainer, method: str, task: str | None, model_name: str | None = None) -> None:
-    """Write `README.md` to the output folder: base, method, curve end points, samples, how to load it, the recipe.
+    """Write `README.md` to the output folder: base, method, curve end points, samples, how to use it, the recipe.
 
     Args:
         trainer: a `JanusGRPOTrainer` or `JanusSFTTrainer`; the main process writes.
@@ -28,31 +26,61 @@ def write_model_card(trainer, method: str, task: str | None, model_name: str | N
     """
     if not trainer.is_world_process_zero():
         return
-    folder, base = Path(trainer.args.output_dir), trainer.model.config._name_or_path
-    name = trainer.args.hub_model_id or model_name or folder.name
-    known = None if Path(base).is_dir() else base  # a local folder means nothing to others
+    folder, args = Path(trainer.args.output_dir), trainer.args
+    adapter = is_peft_model(trainer.model)
+    model = trainer.model.get_base_model() if adapter else trainer.model
+    known = hub_id(model, getattr(args, "base_model_id", None))  # a local folder means nothing to others
+    name = getattr(trainer, "hub_model_id", None) or args.hub_model_id or model_name or folder.name
+    usage = Usage(
+        name,
+        base=(known or _LOCAL_BASE) if adapter else None,
+        template=prompt_template(trainer.processing_class),
+        guidance_scale=getattr(args, "guidance_scale", None) or getattr(args, "eval_guidance_scale", 5.0),
+        reasoning_length=getattr(args, "max_reasoning_length", None) or 0,
+        answer_length=getattr(args, "max_completion_length", None) or 256,
+    )
     sections = [
-        _front_matter(known, method, task),
+        _front_matter(known, method, task, adapter),
         f"# {name}",
         f"{known or 'A Janus checkpoint'}, trained with {method} by janus_trl"
-        + (f" for {_KINDS[task][0]}." if task else " for text-to-image and image-to-text."),
+        + (f" for {_KINDS[task][0]}." if task else " for text-to-image and image-to-text.")
+        + (" This is a LoRA adapter." if adapter else ""),
         _end_points(trainer.state.log_history),
         _pictures(folder),
-        _loading(name, known or "path/to/the/base", is_peft_model(trainer.model)),
+        snippet(usage, task),
         _recipe(folder),
-        f"Versions: transformers {transformers.__version__}, TRL {trl.__version__}, accelerate "
-        f"{accelerate.__version__}, PyTorch {torch.__version__}.",
+        _versions(),
     ]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text("\n\n".join(part for part in sections if part) + "\n")
 
 
-def _front_matter(base: str | None, method: str, task: str | None) -> str:
-    data: dict[str, Any] = {"library_name": "transformers", "tags": ["janus", "trl", method.lower()]}
+def merged_card(adapter: str, base: str, output_dir: str, comparisons: list[str]) -> str:
+    """The card of a merged checkpoint, with what the merge changed."""
+    facts, folder = read_manifest(adapter), Path(adapter)
+    task, known = facts.get("task"), None if Path(base).is_dir() else base
+    method = facts.get("method") or "LoRA"
+    measured = "\n".join(f"- {line}" for line in comparisons)
+    sections = [
+        _front_matter(known, method, task, adapter=False),
+        f"# {Path(output_dir).name}",
+        f"{known or 'A Janus checkpoint'} with the adapter {folder.name} merged into it, trained by janus_trl.",
+        f"Compared with base and adapter on one prompt:\n\n{measured}",
+        snippet(Usage(Path(output_dir).name), task),
+        _recipe(folder),
+        _versions(),
+    ]
+    return "\n\n".join(part for part in sections if part) + "\n"
+
+
+def _front_matter(base: str | None, method: str, task: str | None, adapter: bool) -> str:
+    data: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    data["tags"] = ["janus", "trl", method.lower()]
     if task:
         data["pipeline_tag"] = _KINDS[task][1]
     if base:
         data["base_model"] = base
+        data["base_model_relation"] = "adapter" if adapter else "finetune"
     return f"---\n{yaml.safe_dump(data, sort_keys=False)}---"
 
 
@@ -74,13 +102,10 @@ def _pictures(folder: Path) -> str:
     return "\n\n".join(f"![{Path(name).stem}]({name})" for name in names)
 
 
-def _loading(name: str, base: str, adapter: bool) -> str:
-    imports = ["from peft import PeftModel"] if adapter else []
-    imports.append("from transformers import JanusForConditionalGeneration, JanusProcessor")
-    load = [_LOAD[adapter].format(name=name, base=base), f'processor = JanusProcessor.from_pretrained("{name}")']
-    return "\n".join(["```python", *imports, "", *load, "```"])
-
-
 def _recipe(folder: Path) -> str:
     path = folder / "recipe.yaml"
     return f"Recipe:\n\n```yaml\n{path.read_text().rstrip()}\n```" if path.is_file() else ""
+
+
+def _versions() -> str:
+    return "Versions: " + ", ".join(f"{name} {version}" for name, version in versions().items()) + "."

@@ -13,6 +13,7 @@ from trl import SFTTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from .configs import JanusSFTConfig
+from .hub import check_write_access
 from .image_codes import with_image_codes
 from .loading import processor_for
 from .model_card import write_model_card
@@ -20,11 +21,12 @@ from .modeling import JanusForInterleavedGeneration, bind_special_ids
 from .prompts import bind_prompt_template
 from .reporting import guard_dashboards
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
+from .saving import Checkpointing
 from .sft_data import JointCollator, LossWeights, first_drawn, refuse_edits
 from .trainable import freeze_for_task, trainable_table
 
 
-class JanusSFTTrainer(SFTTrainer):
+class JanusSFTTrainer(Checkpointing, SFTTrainer):
     """`trl.SFTTrainer` on rows that end in a picture (`t2i`) or in a text (`i2t`), mixed in one run.
 
     Args:
@@ -49,6 +51,8 @@ class JanusSFTTrainer(SFTTrainer):
         callbacks: list | None = None,
         peft_config: PeftConfig | None = None,
     ):
+        if args.process_index == 0:
+            check_write_access(args)
         processing_class = processor_for(model, processing_class)
         bind_prompt_template(processing_class, args.prompt_template)
         refuse_edits(train_dataset, "train_dataset")

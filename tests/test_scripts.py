@@ -87,6 +87,23 @@ def in_a_process(*argv: str) -> subprocess.CompletedProcess:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
+def test_an_output_folder_that_cannot_be_written_is_refused(recipe, refused, tmp_path):
+    (tmp_path / "out").write_text("a file")
+    assert "cannot be written: File exists" in refused("--config", recipe())
+
+
+@pytest.mark.parametrize(("value", "reason"), [
+    ("true", "has no whole checkpoint"), ("checkpoint-7", "there is no such folder"),
+])  # fmt: skip
+def test_a_checkpoint_that_is_not_there_is_refused(recipe, refused, value, reason):
+    message = refused("--config", recipe(), "--resume_from_checkpoint", value)
+    assert reason in message and "auto" in message
+
+
+def test_a_base_that_is_no_hub_id_is_refused(recipe, refused):
+    assert "must be a Hub id, owner/name" in refused("--config", recipe(base_model_id="../models/janus"))
+
+
 @pytest.mark.parametrize(
     "key, value, nearest",
     [

@@ -33,6 +33,20 @@ SIGNATURES = {
         "start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"
     ),
     "transformers.Trainer.get_eval_dataloader": "self eval_dataset",
+    "transformers.Trainer._save": "self output_dir state_dict",
+    "transformers.Trainer._save_checkpoint": "self model trial",
+    "transformers.Trainer._save_optimizer_and_scheduler": "self output_dir",
+    "transformers.Trainer._get_output_dir": "self trial",
+    "transformers.Trainer._get_learning_rate": "self",
+    "transformers.Trainer._prepare_for_training": "self max_steps train_dataloader resume_from_checkpoint",
+    "transformers.Trainer._maybe_log_save_evaluate": (
+        "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate"
+    ),
+    "transformers.Trainer._push_from_checkpoint": "self checkpoint_folder",
+    "transformers.Trainer._finish_current_push": "self",
+    "transformers.trainer_utils.rotate_checkpoints": (
+        "output_dir save_total_limit best_model_checkpoint use_mtime checkpoint_prefix"
+    ),
     "trl.trainer.utils.RepeatSampler": "data_source mini_repeat_count batch_size repeat_count shuffle seed",
     "trl.trainer.utils.nanstd": "tensor dim keepdim",
     "trl.trainer.utils.pad": "tensors padding_value padding_side pad_to_multiple_of",
@@ -97,3 +111,16 @@ def test_what_a_rollout_hands_to_the_metrics_of_truncation():
     source = inspect.getsource(trl.GRPOTrainer._generate)
     assert "return prompt_ids, completion_ids, tool_mask, " in source
     assert '["completions/clipped_ratio"].append(' in source
+
+
+def test_the_order_of_a_save_that_is_relied_on():
+    """Optimizer after model, push and rotation last; GRPO keeps its counter and its rollout in these attributes."""
+    save = inspect.getsource(transformers.Trainer._save_checkpoint)
+    calls = ["self._get_output_dir(trial=trial)", "self.save_model(output_dir, _internal_call=True)",
+             "self._save_optimizer_and_scheduler(output_dir)", "self._save_rng_state(output_dir)",
+             "self._push_from_checkpoint(output_dir)", "rotate_checkpoints("]  # fmt: skip
+    places = [save.index(call) for call in calls]
+    assert places == sorted(places)
+    prepare = inspect.getsource(inspect.unwrap(trl.GRPOTrainer._prepare_inputs))
+    assert "self._step % generate_every == 0 or self._buffered_inputs is None" in prepare
+    assert "self._buffered_inputs[self._step % self.args.steps_per_generation]" in prepare

@@ -22,7 +22,9 @@ from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
 from janus_trl.rewards.by_task import get_rewards_by_task
 from janus_trl.sampling_checks import TASKS
 from janus_trl.script_arguments import JanusScriptArguments, lora_config
-from janus_trl.scripts.run import finish, keep_recipe, limit_rows, model_kwargs, resume_point
+from janus_trl.scripts.run import check_start, ended_early, finish, keep_recipe, limit_rows, model_kwargs
+
+MODULE = "janus_trl.scripts.grpo"
 
 
 @dataclass
@@ -46,6 +48,7 @@ def configure(argv: list[str]) -> GRPORun:
     """
     script, args, model = parse_recipe((JanusScriptArguments, JanusGRPOConfig, ModelConfig), argv)
     lora_config(model)
+    check_start(args, script)
     model.model_name_or_path = resolve_model(model.model_name_or_path, model.model_revision)
     tasks = TASKS if args.task == "both" else (args.task,)
     train, test, report = {}, {}, []
@@ -161,8 +164,9 @@ def train(run: GRPORun, argv: list[str]) -> JanusGRPOTrainer:
                 send=SampleSender(trainer),
             )
         )
-    trainer.train(resume_from_checkpoint=resume_point(run.args))
-    finish(trainer)
+    trainer.train(resume_from_checkpoint=run.args.resume_from_checkpoint)
+    if not ended_early(trainer, MODULE, argv):
+        finish(trainer)
     return trainer
 
 

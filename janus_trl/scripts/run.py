@@ -1,13 +1,18 @@
 """What the training scripts share around a trainer: its data, its folder, its closing words."""
 
+import os
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from trl import ModelConfig
 
+from janus_trl.checkpoints import find_resume_point
+from janus_trl.hub import check_write_access
 from janus_trl.recipe import read_recipe
 from janus_trl.script_arguments import JanusScriptArguments
+from janus_trl.signals import resume_command
 from janus_trl.task_mixture import evaluations_of
 
 
@@ -26,10 +31,31 @@ def model_kwargs(model: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def resume_point(args) -> str | bool | None:
-    """`resume_from_checkpoint`, which the command line gives as a string: a folder, or true for the newest one."""
-    value = args.resume_from_checkpoint
-    return value.lower() == "true" if isinstance(value, str) and value.lower() in ("true", "false") else value
+def check_start(args, script: JanusScriptArguments) -> None:
+    """Refuse what would end the run after its weights are loaded: no checkpoint to resume from, no access to the Hub.
+
+    Raises:
+        ValueError: what is wrong and how to mend it.
+    """
+    processes = (script.num_processes if script.dry_run else None) or args.world_size
+    sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    find_resume_point(args.resume_from_checkpoint, args.output_dir, processes, sharded)
+    if args.process_index == 0 and not script.dry_run:
+        check_output_dir(args.output_dir)
+    if args.process_index == 0:
+        check_write_access(args, create=not script.dry_run)
+
+
+def check_output_dir(folder: str) -> None:
+    """Make the output folder, and refuse one in which nothing can be written."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0" * 2**16)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir = {folder} cannot be written: {error.strerror}. Choose another folder, or make room."
+        ) from error
 
 
 def keep_recipe(trainer, argv: list[str]) -> None:
@@ -50,9 +76,7 @@ def finish(trainer) -> None:
     evaluations = trainer.evaluations
     if trainer.eval_dataset is not None and (not evaluations or evaluations[-1][0] != trainer.state.global_step):
         trainer.evaluate()
-    trainer.save_model()
-    trainer.save_state()
-    trainer.create_model_card()
+    save_all(trainer)
     if trainer.accelerator.is_main_process:
         for task, evaluations in evaluations_by_task(trainer).items():
             print(f"{task}: " * bool(task) + closing_line(evaluations, trainer.args.output_dir))
@@ -63,6 +87,24 @@ def evaluations_by_task(trainer) -> dict[str, list]:
     if not isinstance(trainer.eval_dataset, dict):
         return {"": trainer.evaluations}
     return {task: evaluations_of(rows, trainer.evaluations) for task, rows in trainer.eval_dataset.items()}
+
+
+def save_all(trainer) -> None:
+    """Save state, model and card to the output folder, and push them if asked for."""
+    trainer.save_state()
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()
+    else:
+        trainer.save_model()
+        trainer.create_model_card()
+
+
+def ended_early(trainer, module: str, argv: list[str]) -> bool:
+    """Whether SIGTERM ended the run; says how to go on."""
+    if trainer.interrupted and trainer.accelerator.is_main_process:
+        command = resume_command(module, argv, trainer.args.world_size)
+        print(f"SIGTERM: saved at step {trainer.state.global_step}. Go on with:\n  {command}", flush=True)
+    return trainer.interrupted
 
 
 def closing_line(evaluations: list[tuple[int, dict[int, float]]], folder: str) -> str:

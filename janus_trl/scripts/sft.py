@@ -17,8 +17,10 @@ from janus_trl.prompts import bind_prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.reporting import SampleSender
 from janus_trl.script_arguments import JanusScriptArguments, lora_config
-from janus_trl.scripts.run import keep_recipe, limit_rows, model_kwargs, resume_point
+from janus_trl.scripts.run import check_start, ended_early, keep_recipe, limit_rows, model_kwargs, save_all
 from janus_trl.sft_trainer import JanusSFTTrainer
+
+MODULE = "janus_trl.scripts.sft"
 
 
 @dataclass
@@ -49,6 +51,7 @@ def configure(argv: list[str]) -> SFTRun:
     script, args, model = parse_recipe((SFTScriptArguments, JanusSFTConfig, ModelConfig), argv)
     one_of(script, "task", ("t2i", "i2t", "both"))
     lora_config(model)
+    check_start(args, script)
     model.model_name_or_path = resolve_model(model.model_name_or_path, model.model_revision)
     parts, report = {"train": [], "test": []}, []
     for task in ("t2i", "i2t") if script.task == "both" else (script.task,):
@@ -101,12 +104,12 @@ def train(run: SFTRun, argv: list[str]) -> JanusSFTTrainer:
         trainer.add_callback(
             EvaluationGridCallback(lambda step: trainer.sample_rows(run.args.num_samples), every=0, send=send)
         )
-    trainer.train(resume_from_checkpoint=resume_point(run.args))
+    trainer.train(resume_from_checkpoint=run.args.resume_from_checkpoint)
+    if ended_early(trainer, MODULE, argv):
+        return trainer
     if run.test is not None and last_evaluation(trainer) != trainer.state.global_step:
         trainer.evaluate()
-    trainer.save_model()
-    trainer.save_state()
-    trainer.create_model_card()
+    save_all(trainer)
     return trainer
 
 
@@ -145,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"The recipe is fine; a run writes to {Path(run.args.output_dir)}.")
         return
     trainer = train(run, argv)
-    if trainer.accelerator.is_main_process:
+    if trainer.accelerator.is_main_process and not trainer.interrupted:
         print(closing_line(trainer.state.log_history, run.args.output_dir))
 
 
