@@ -15,10 +15,21 @@ from janus_trl.grpo_trainer import JanusGRPOTrainer
 
 GLOBAL_BATCH, STEPS = 8, 3
 # Steps that are large enough to see; both modalities start on one side of their target.
-CONTROL = {"entropy_coef_lr": 0.05, "entropy_coef_limit": 0.2, "max_steps": STEPS, "save_steps": 2}
+CONTROL = {
+    "entropy_coef_lr": 0.05,
+    "entropy_coef_limit": 0.2,
+    "max_steps": STEPS,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
 SCENARIOS = {
     "above": {"entropy_target_text": 1.0, "entropy_target_image": 1.0},
-    "below": {"entropy_target_text": 4.6, "entropy_target_image": 2.77, "gradient_accumulation_steps": 2},
+    "below": {
+        "entropy_target_text": 4.6,
+        "entropy_target_image": 2.77,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "no",
+    },
 }
 
 
@@ -32,7 +43,7 @@ def build(folder: str, output: Path, processes: int, options: dict) -> JanusGRPO
     micro_batches = options.get("gradient_accumulation_steps", 1)
     args = JanusGRPOConfig(
         output_dir=str(output), num_generations=8, learning_rate=2e-3, lr_scheduler_type="constant", adam_epsilon=1e-6,
-        logging_steps=1, save_strategy="steps", save_only_model=False, report_to="none", disable_tqdm=True,
+        logging_steps=1, report_to="none", disable_tqdm=True,
         shuffle_dataset=False, bf16=False, guidance_scale=1.0, max_reasoning_length=6, seed=2, num_samples=0,
         model_init_kwargs={"dtype": "float32"}, per_device_train_batch_size=GLOBAL_BATCH // processes // micro_batches,
         **{**CONTROL, **options},

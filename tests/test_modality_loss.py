@@ -141,12 +141,15 @@ def test_cispo_caps_each_modality_at_its_own_epsilon(trainer, batch, options):
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize("field", ["old_per_token_logps", "ref_per_token_logps"])
-def test_log_probs_of_ids_that_do_not_count_do_not_reach_the_loss(trainer, batch, options, loss_type, field):
+@pytest.mark.parametrize(("field", "poison"), [
+    ("old_per_token_logps", -1000.0), ("ref_per_token_logps", 1000.0), ("old_per_token_logps", math.nan),
+    ("ref_per_token_logps", math.nan),
+])  # fmt: skip
+def test_log_probs_of_ids_that_do_not_count_do_not_reach_the_loss(trainer, batch, options, loss_type, field, poison):
     options(trainer, loss_type=loss_type, beta=0.1)
     text, image = masks(trainer, batch)
     assert not (text | image).all()
-    poisoned = {**batch, field: batch[field].where(text | image, torch.tensor(-1000.0 if field[0] == "o" else 1000.0))}
+    poisoned = {**batch, field: batch[field].where(text | image, torch.tensor(poison))}
     loss, gradients, _ = loss_and_gradients(trainer, batch)
     same, others, _ = loss_and_gradients(trainer, poisoned)
     assert torch.equal(loss, same) and math.isfinite(loss) and largest_difference(gradients, others) == 0

@@ -30,7 +30,7 @@ def test_the_clipped_ratio_is_the_share_of_reasonings_that_were_cut(trainer_of, 
         return [0.1 * (1 + i % 4) for i in range(len(completion_ids))]
 
     trainer = trainer_of(
-        reward, max_reasoning_length=3, max_steps=8, per_device_train_batch_size=8, num_generations=8, temperature=3.0,
+        reward, max_reasoning_length=3, max_steps=4, per_device_train_batch_size=8, num_generations=8, temperature=3.0,
         mask_truncated_completions=mask_truncated, learning_rate=0.0,
     )  # fmt: skip
     trainer.train()
