@@ -5,11 +5,11 @@
     python benchmarks/train_step.py --size 1b --one_image                                         # see `one_image`
     python benchmarks/train_step.py --size tiny --images 16 --micro_batch 8                       # on a CPU
 
-Weights are written once to --folder and loaded as users load them; with --zero3 the script starts itself through
-`accelerate launch` on all GPUs. One JSON line per call. Phases, each with the device synchronised: `rollout` (sampling
-and decoding), `reward` (the stub; scores of old policy and reference, if any), `loss` (replay and backward; under
-DeepSpeed also the optimizer), `update` (the optimizer and what is between steps). Means leave out the first step, which
-compiles and allocates; peaks are over all steps and ranks.
+Weights are written once to --folder and loaded as users load them; with --zero3 or --ddp the script starts itself
+through `accelerate launch` on all GPUs. One JSON line per call. Phases, each with the device synchronised: `rollout`
+(sampling and decoding), `reward` (the stub; scores of old policy and reference, if any), `loss` (replay and backward;
+under DeepSpeed also the optimizer), `update` (the optimizer and what is between steps). Means leave out the first step,
+which compiles and allocates; peaks are over all steps and ranks. `planned_gib` is what `memory_plan` says.
 
 TFLOP/s are those of the language model's layers (N parameters) over the seconds of `loss` and `update`, per GPU:
 2 N a token forward and 2 N backward to the activations, plus 2 N for weight gradients unless --lora, plus with
@@ -50,8 +50,10 @@ def main(argv: list[str] | None = None) -> dict | None:
     """Measure the configuration of the command line; returns what rank 0 prints."""
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
+    if not (args.zero3 or args.ddp):
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers would split batches over all GPUs it sees
     write_weights(args)
-    if args.zero3 and "RANK" not in os.environ:
+    if (args.zero3 or args.ddp) and "RANK" not in os.environ:
         subprocess.run(launch_command(args, argv), check=True, cwd=ROOT)
         return None
     trainer = build_trainer(args)
@@ -164,9 +166,9 @@ def write_weights(args: argparse.Namespace) -> None:
 
 
 def launch_command(args: argparse.Namespace, argv: list[str]) -> list[str]:
-    """This script under ZeRO-3 on all GPUs (two processes without one)."""
+    """This script under ZeRO-3 or DDP on all GPUs (two processes without one)."""
     processes = args.processes or torch.cuda.device_count() or 2
-    config = str(ROOT / "accelerate_configs" / "zero3.yaml")
+    config = str(ROOT / "accelerate_configs" / f"{'zero3' if args.zero3 else 'ddp'}.yaml")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
     command += ["--num_processes", str(processes)]
     if args.offload:
@@ -181,8 +183,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--task", choices=("t2i", "i2t"), default="t2i")
     parser.add_argument("--lora", action="store_true", help="rank 16 on all seven projections")
     parser.add_argument("--zero3", action="store_true", help="DeepSpeed ZeRO-3 on all GPUs")
+    parser.add_argument("--ddp", action="store_true", help="a whole model on each of all GPUs")
     parser.add_argument("--offload", action="store_true", help="with --zero3: optimizer in host memory")
-    parser.add_argument("--processes", type=int, help="with --zero3; the number of GPUs by default")
+    parser.add_argument("--processes", type=int, help="with --zero3 or --ddp; all GPUs by default")
     parser.add_argument("--images", type=int, default=64, help="completions of a step, over all GPUs")
     parser.add_argument("--micro_batch", type=int, default=8, help="completions of a GPU in one forward")
     parser.add_argument("--group", type=int, default=GROUP)

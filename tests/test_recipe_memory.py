@@ -20,6 +20,8 @@ RECIPES = sorted(path for size in ("1b", "7b") for path in (ROOT / "recipes" / f
 PROMPT = {"t2i": 64, "i2t": 704}  # ids of a prompt; with a picture 576 + 2 of them
 MEMORY = re.compile(r"^# Memory:    peak (\d+) GiB a GPU \(in (\w+)\), planned", re.M)
 
+PLANS: dict[Path, Plan] = {}
+
 
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
@@ -48,6 +50,12 @@ def launch(path: Path) -> tuple[str, int]:
 
 
 def planned(path: Path, shapes: dict[str, JanusConfig]) -> Plan:
+    if path not in PLANS:
+        PLANS[path] = make_plan(path, shapes)
+    return PLANS[path]
+
+
+def make_plan(path: Path, shapes: dict[str, JanusConfig]) -> Plan:
     script, args, model = parse_recipe((JanusScriptArguments, JanusGRPOConfig, ModelConfig), ["--config", str(path)])
     accelerate, processes = launch(path)
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
