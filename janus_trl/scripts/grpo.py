@@ -204,9 +204,9 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     run = or_exit(configure, argv)
     if run.args.process_index == 0:
-        print("\n".join([*run.report, summary(run)]))
+        memory = memory_lines(run) if run.script.dry_run else []
+        print("\n".join([*run.report, *memory, summary(run)]))
     if run.script.dry_run:
-        print("\n".join(memory_lines(run)))
         print(f"The recipe is fine; a run writes to {Path(run.args.output_dir)}.")
         return
     train(run, argv)
