@@ -90,8 +90,9 @@ class Plan:
 
 def plan_memory(config: JanusConfig, run: Run, machine: Machine) -> Plan:
     """The plan of a run of `config`'s model on each GPU of `machine`."""
-    text = run.task == "i2t" or run.text_length > 0
-    counts = parts.count_parameters(config, run.task, text, run.lora_rank, run.lora_targets)
+    trains = run.trains or run.task
+    text = trains != "t2i" or run.text_length > 0
+    counts = parts.count_parameters(config, trains, text, run.lora_rank, run.lora_targets)
     plan = Plan(machine, run, counts)
     _states(plan)
     _rollout(plan, config)

@@ -95,15 +95,18 @@ class Run:
     vq_bytes: int = 4
     vq_batch_size: int = 16
     reward_bytes: int = 0
+    trains: str | None = None  # the task of the run where it is not that of the batch: `both`
 
     @classmethod
     def of(
         cls, args: JanusGRPOConfig, model: ModelConfig, prompt_length: int, rows: int, micro_batch: int, **changes
     ) -> "Run":
-        """From a `JanusGRPOConfig` and TRL's `ModelConfig`, for one process."""
-        draws, targets = args.task == "t2i", model.lora_target_modules
+        """From a `JanusGRPOConfig` and TRL's `ModelConfig`, for one process; of a run of both tasks name one."""
+        task, targets = changes.get("task", args.task), model.lora_target_modules
+        draws = task == "t2i"
         settings = {
-            "task": args.task,
+            "task": task,
+            "trains": args.task,
             "micro_batch": micro_batch,
             "rows": rows,
             "group": args.num_generations,

@@ -154,16 +154,21 @@ def memory_lines(run: GRPORun) -> list[str]:
     processor = JanusProcessor.from_pretrained(model.model_name_or_path, revision=model.model_revision)
     bind_prompt_template(processor, args.prompt_template)
     config = JanusConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
-    planned = Run.of(
-        args,
-        model,
-        prompt_length=longest_prompt(run.train, processor, draws=args.task == "t2i"),
-        rows=args.generation_batch_size // machine.processes,
-        # One plain process checks the batch of all (see `RecipeParser`).
-        micro_batch=args.per_device_train_batch_size // (script.num_processes or 1),
-        reward_bytes=reward_bytes(script.reward_funcs),
-    )
-    return plan_memory(config, planned, machine).lines(script.gpu_memory_gib or visible_gpu_gib())
+    lines = []
+    for task, rows in run.train.items():
+        planned = Run.of(
+            args,
+            model,
+            prompt_length=longest_prompt(rows, processor, draws=task == "t2i"),
+            rows=args.generation_batch_size // machine.processes,
+            # One plain process checks the batch of all (see `RecipeParser`).
+            micro_batch=args.per_device_train_batch_size // (script.num_processes or 1),
+            task=task,
+            reward_bytes=reward_bytes(script.reward_funcs),
+        )
+        lines += [f"Batches of {task}:"] if len(run.train) > 1 else []
+        lines += plan_memory(config, planned, machine).lines(script.gpu_memory_gib or visible_gpu_gib())
+    return lines
 
 
 def train(run: GRPORun, argv: list[str]) -> JanusGRPOTrainer:
