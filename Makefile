@@ -74,7 +74,7 @@ esac
 if [ "$$gpus" -eq 0 ] && [ -z "$${OMP_NUM_THREADS:-}" ]; then
 	export OMP_NUM_THREADS=$$($(PYTHON) -c "import torch; print(max(1, torch.get_num_threads() // $$n))")
 fi
-$(PYTHON) -m janus_trl.scripts.$(1) --config "$$recipe" $(ARGS) --dry_run true --num_processes "$$n"
+$(PYTHON) -m janus_trl.scripts.$(1) --config "$$recipe" $(ARGS) --dry_run true --num_processes "$$n" --accelerate_config "$$name"
 command=($(LAUNCH) --config_file "accelerate_configs/$$name.yaml" --num_processes "$$n" \
 	-m janus_trl.scripts.$(1) --config "$$recipe" $(ARGS))
 printf '%q ' "$${command[@]}"; echo

@@ -133,7 +133,8 @@ class JanusGRPOTrainer(RolloutCheckpointing, GRPOTrainer):
         self._adopt(self.model)
         if self.ref_model is not None:
             self._adopt(self.accelerator.unwrap_model(self.ref_model))
-        freeze_for_task(self.base_model, self.task, with_adapter=is_peft_model(self.model))
+        text = self.task != "t2i" or args.max_reasoning_length > 0
+        freeze_for_task(self.base_model, self.task, with_adapter=is_peft_model(self.model), text=text)
         if self.accelerator.is_main_process:
             print(trainable_table(self.base_model))
         self._memory = PhaseMemory(self.accelerator.device)

@@ -38,5 +38,6 @@ class PhaseMemory:
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30
         torch.cuda.reset_peak_memory_stats(self.device)
         self.highest = max(self.highest, peak)
-        metrics[f"memory/{phase}_gib"].append(peak)
-        metrics["memory/peak_gib"].append(self.highest)
+        # TRL logs means, and the step that DeepSpeed makes in the last of many micro-batches would vanish in one.
+        for name, value in ((f"memory/{phase}_gib", peak), ("memory/peak_gib", self.highest)):
+            metrics[name][:] = [max([*metrics[name], value])]

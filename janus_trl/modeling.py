@@ -13,8 +13,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
-# Vocabulary columns per projection tile of TRL's kernel, the value TRL itself uses.
-VOCABULARY_CHUNK = 32768
+from .repeats import distinct_rows
+
+# Vocabulary columns per projection tile of TRL's kernel (its rows are at most 4096). TRL's own 32768 would hold all
+# 16,384 image codes of a row at once, in a buffer twice as wide as the codebook.
+VOCABULARY_CHUNK = 8192
 # Added to the logit of an id that must not be sampled. Finite, because the entropy multiplies logits by probabilities
 # and 0 * -inf is NaN; far below any logit, so that the probability is exactly 0 in float32 and in bfloat16.
 FORBIDDEN_LOGIT = -1e30
@@ -272,7 +275,8 @@ class JanusForInterleavedGeneration(JanusForConditionalGeneration):
         """Joint embeddings with the features of input pictures at their placeholders, `[B, L, H]`.
 
         A batch without image codes belongs to image-to-text: there the vision tower always runs, on a blank picture
-        times 0 if no row has one, because a rank that skips it leaves the others waiting under ZeRO-3.
+        times 0 if no row has one, because a rank that skips it leaves the others waiting under ZeRO-3. Pictures that
+        repeat, as in the completions of one group, go through it once.
         """
         draws = bool((input_ids >= self.vocab_size).any())
         embeds = self.embed_joint_ids(input_ids)
@@ -283,8 +287,9 @@ class JanusForInterleavedGeneration(JanusForConditionalGeneration):
         if draws and not has_pictures and not all_modalities:
             return embeds
         if has_pictures:
-            features = self.model.get_image_features(pixel_values.to(embeds.dtype)).pooler_output  # [N, T, H]
-            features = features.reshape(-1, embeds.shape[-1]).to(embeds.dtype)
+            different, which = distinct_rows(pixel_values)  # [U, 3, S, S], [N]
+            features = self.model.get_image_features(different.to(embeds.dtype)).pooler_output  # [U, T, H]
+            features = features[which].reshape(-1, embeds.shape[-1]).to(embeds.dtype)  # [N * T, H]
             at_picture = self.model.get_placeholder_mask(input_ids, embeds, features.unsqueeze(0))
             return embeds.masked_scatter(at_picture, features)
         size = self.config.vision_config.image_size

@@ -65,6 +65,12 @@ class JanusScriptArguments:
     )
     dry_run: bool = field(default=False, metadata={"help": "Check recipe, data and rewards, say what it is, exit 0."})
     num_processes: int | None = field(default=None, metadata={"help": "dry_run: processes the run will have."})
+    accelerate_config: str | None = field(
+        default=None, metadata={"help": "dry_run: file or name in accelerate_configs/ that the run will have."}
+    )
+    gpu_memory_gib: float | None = field(
+        default=None, metadata={"help": "dry_run: compare the planned memory with it; the visible GPU's if unset."}
+    )
 
 
 def lora_config(model_args: ModelConfig) -> LoraConfig | None:

@@ -19,12 +19,18 @@ _PARTS = (
 )
 
 
-def freeze_for_task(model: PreTrainedModel, task: str, with_adapter: bool = False) -> None:
-    """Freeze what `task` (`t2i`, `i2t`, `both`) does not train; with an adapter PEFT froze all else already."""
+def freeze_for_task(model: PreTrainedModel, task: str, with_adapter: bool = False, text: bool = True) -> None:
+    """Freeze what `task` (`t2i`, `i2t`, `both`) does not train; with an adapter PEFT froze all else already.
+
+    Without sampled `text` (`t2i` that opens the image at once) the text head gets no gradient either: 0.4 of the 7 G
+    parameters of Janus-Pro-7B. Where it is tied to the embeddings it trains with them.
+    """
     if with_adapter:
         return
     for name in _UNUSED[task]:
         getattr(model.model, name).requires_grad_(False)
+    if not text and model.lm_head.weight is not model.get_input_embeddings().weight:
+        model.lm_head.requires_grad_(False)
 
 
 def trainable_table(model: PreTrainedModel) -> str:

@@ -29,9 +29,10 @@ def read_recipe(path: Path) -> tuple[JanusScriptArguments, JanusGRPOConfig | Jan
 
 def launch_processes(path: Path) -> int:
     """The number of processes of the recipe's own launch command."""
-    (line,) = [line for line in path.read_text().splitlines() if line.startswith("# Launch:")]
-    options = dict(word.split("=", 1) for word in line.split() if "=" in word)
-    return int(options.get("NUM_PROCESSES", 1))
+    text = path.read_text()
+    command = text[text.index("# Launch:") : text.index("# Override:")]
+    options = dict(word.split("=", 1) for word in command.split() if "=" in word)
+    return int(options.get("NUM_PROCESSES", options.get("--num_processes", 1)))
 
 
 # ---- accelerate files -----------------------------------------------------------------------------------------------

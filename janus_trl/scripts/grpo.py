@@ -15,6 +15,8 @@ from janus_trl.data import load_training_dataset
 from janus_trl.data_report import first_prompt_lines, prompt_room, validated
 from janus_trl.grpo_trainer import JanusGRPOTrainer
 from janus_trl.loss_checks import check_entropy_targets
+from janus_trl.memory_plan import plan_memory
+from janus_trl.memory_setup import Run, longest_prompt, machine_from, reward_bytes, visible_gpu_gib
 from janus_trl.prompts import bind_prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.reporting import SampleSender
@@ -49,6 +51,8 @@ def configure(argv: list[str]) -> GRPORun:
     script, args, model = parse_recipe((JanusScriptArguments, JanusGRPOConfig, ModelConfig), argv)
     lora_config(model)
     check_start(args, script)
+    if script.dry_run:
+        machine_from(script.accelerate_config, script.num_processes)
     model.model_name_or_path = resolve_model(model.model_name_or_path, model.model_revision)
     tasks = TASKS if args.task == "both" else (args.task,)
     train, test, report = {}, {}, []
@@ -141,6 +145,32 @@ def summary(run: GRPORun) -> str:
     )
 
 
+def memory_lines(run: GRPORun) -> list[str]:
+    """The planned memory of the run on each GPU (see `memory_plan`); nothing for a run on CPUs."""
+    script, args, model = run.script, run.args, run.model
+    machine = machine_from(script.accelerate_config, script.num_processes)
+    if not machine.gpu:
+        return []
+    processor = JanusProcessor.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    bind_prompt_template(processor, args.prompt_template)
+    config = JanusConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    lines = []
+    for task, rows in run.train.items():
+        planned = Run.of(
+            args,
+            model,
+            prompt_length=longest_prompt(rows, processor, draws=task == "t2i"),
+            rows=args.generation_batch_size // machine.processes,
+            # One plain process checks the batch of all (see `RecipeParser`).
+            micro_batch=args.per_device_train_batch_size // (script.num_processes or 1),
+            task=task,
+            reward_bytes=reward_bytes(script.reward_funcs),
+        )
+        lines += [f"Batches of {task}:"] if len(run.train) > 1 else []
+        lines += plan_memory(config, planned, machine).lines(script.gpu_memory_gib or visible_gpu_gib())
+    return lines
+
+
 def train(run: GRPORun, argv: list[str]) -> JanusGRPOTrainer:
     """Load, train, evaluate, save."""
     run.args.model_init_kwargs = model_kwargs(run.model)
@@ -179,7 +209,8 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     run = or_exit(configure, argv)
     if run.args.process_index == 0:
-        print("\n".join([*run.report, summary(run)]))
+        memory = memory_lines(run) if run.script.dry_run else []
+        print("\n".join([*run.report, *memory, summary(run)]))
     if run.script.dry_run:
         print(f"The recipe is fine; a run writes to {Path(run.args.output_dir)}.")
         return

@@ -1,0 +1,341 @@
+"""The memory plan against counts by hand, and what a dry run says."""
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import JanusConfig
+from trl import ModelConfig
+
+from janus_trl import memory_parts as parts
+from janus_trl.configs import JanusGRPOConfig
+from janus_trl.memory_plan import PHASES, plan_memory
+from janus_trl.memory_setup import GIB, Machine, Run, machine_from, reward_bytes
+from janus_trl.modeling import JanusForInterleavedGeneration, bind_special_ids
+from janus_trl.rollout_memory import cache_bytes
+from janus_trl.scripts import grpo
+from janus_trl.tiny import datasets as tiny_datasets
+from tests.grpo import lora
+from tests.joint import joint_batch, score
+from tests.tiny import build_config, build_processor
+
+ROOT = Path(__file__).parent.parent
+HIDDEN, LAYERS, MLP, VOCABULARY, CODES = 4096, 30, 11008, 102400, 576
+LAYER = 4 * HIDDEN**2 + 3 * HIDDEN * MLP + 2 * HIDDEN
+# Two linear layers around an activation: with biases from H to D and from D to the codebook, D = H in Janus-Pro-7B.
+IMAGE_HEAD = HIDDEN * (HIDDEN + 1) + 16384 * (HIDDEN + 1)
+CODE_EMBEDDINGS = 16384 * 8
+ALIGNER = 8 * HIDDEN + HIDDEN + HIDDEN * (HIDDEN + 1)
+
+
+@pytest.fixture(scope="module")
+def janus_7b() -> JanusConfig:
+    text = {
+        "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": MLP, "tie_word_embeddings": False,
+    }  # fmt: skip
+    vision = {"hidden_size": 1024, "num_hidden_layers": 24, "projection_dim": HIDDEN, "depth": 2}
+    vq = {"embed_dim": 8, "num_embeddings": 16384, "projection_dim": HIDDEN, "image_token_embed_dim": HIDDEN}
+    return JanusConfig(text_config=text, vision_config=vision, vq_config=vq, tie_word_embeddings=False)
+
+
+def item(plan, name: str, phase: str) -> float:
+    return plan.items.get(name, dict.fromkeys(PHASES, 0))[phase]
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+def test_counts_of_a_7b_model_are_those_of_its_shapes(janus_7b):
+    full = parts.count_parameters(janus_7b, "t2i", text=False)
+    model = LAYERS * LAYER + HIDDEN + VOCABULARY * HIDDEN
+    assert full.trained == model + IMAGE_HEAD + CODE_EMBEDDINGS + ALIGNER
+    assert parts.count_parameters(janus_7b, "t2i", text=True).trained == full.trained + VOCABULARY * HIDDEN
+    assert full.decoded == model + VOCABULARY * HIDDEN + IMAGE_HEAD + 16384 * HIDDEN
+    assert full.fused == LAYERS * (3 * HIDDEN**2 + 2 * HIDDEN * MLP)
+    assert full.adapted == full.lora == 0
+
+
+def test_counts_of_adapters_are_those_of_peft(trainer_of, janus_folder):
+    trainer = trainer_of(peft=lora())
+    config = JanusConfig.from_pretrained(janus_folder)
+    counts = parts.count_parameters(config, "t2i", text=False, lora_rank=2)
+    assert counts.trained == counts.lora == sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert counts.total == sum(
+        p.numel() for p in JanusForInterleavedGeneration.from_pretrained(janus_folder).parameters()
+    )
+    some = parts.count_parameters(config, "t2i", False, 2, ("k_proj", "down_proj"))
+    assert some.lora == 2 * 2 * (32 + 32 + 64 + 32)
+    assert some.adapted == 2 * (3 * 32 * 32 + 32 * 64)  # the matrix that k is fused into, and down
+
+
+# ---- what is held ---------------------------------------------------------------------------------------------------
+
+
+def test_zero3_shards_16_bytes_a_trained_and_2_a_frozen_parameter(janus_7b):
+    one, eight = (plan_memory(janus_7b, Run(), Machine(n, 3)) for n in (1, 8))
+    p = one.parameters
+    names = ("weights", "gradients", "optimizer")
+    assert sum(item(one, name, "rollout") for name in names) == pytest.approx(2 * p.total + 14 * p.trained)
+    assert 99 < 14 * p.trained / GIB + 2 * p.total / GIB < 101
+    for name in names:
+        assert item(eight, name, "rollout") == pytest.approx(item(one, name, "rollout") / 8, rel=1e-6)
+    assert item(one, "gathered weights", "loss") == 0  # one process gathers nothing
+    assert item(eight, "gathered weights", "loss") == 2 * 10**9
+    assert item(eight, "rollout copy of weights", "rollout") == 2 * p.decoded
+
+
+def test_an_offloaded_optimizer_moves_master_weights_states_and_gradients_to_the_host(janus_7b):
+    plan = plan_memory(janus_7b, Run(), Machine(2, 3, offload_optimizer=True))
+    assert item(plan, "optimizer", "rollout") == item(plan, "gradients", "loss") == 0
+    assert plan.host == 18 * plan.parameters.trained
+    assert f"optimizer: {plan.host / GIB:.0f} GiB" in "\n".join(plan.lines(80))
+
+
+def test_lora_holds_whole_weights_float32_adapters_and_copies_of_adapted_matrices(janus_7b):
+    plan = plan_memory(janus_7b, Run(lora_rank=16, reference=True), Machine())
+    p = plan.parameters
+    assert item(plan, "weights", "loss") == 2 * p.total + 4 * p.lora
+    assert item(plan, "gradients", "loss") == 4 * p.lora and item(plan, "gradients", "rollout") == 0
+    assert item(plan, "optimizer", "rollout") == 8 * p.lora
+    assert item(plan, "reference model", "rollout") == 0  # the model without its adapter
+    assert item(plan, "rollout copy of weights", "loss") == 2 * (LAYERS * (LAYER - 2 * HIDDEN) + 16384 * HIDDEN)
+    freed = plan_memory(janus_7b, Run(lora_rank=16, keep_buffers=False), Machine())
+    assert item(freed, "rollout copy of weights", "loss") == item(freed, "KV cache", "loss") == 0
+
+
+def test_a_reference_of_full_fine_tuning_is_sharded_with_the_weights(janus_7b):
+    plan = plan_memory(janus_7b, Run(reference=True), Machine(8, 3))
+    assert item(plan, "reference model", "loss") == item(plan, "weights", "loss")
+    assert item(plan, "working memory", "reward") > 0
+
+
+def test_plain_float32_training_keeps_16_bytes_and_casts_to_bf16(janus_7b):
+    plan = plan_memory(janus_7b, Run(weight_bytes=4), Machine())
+    p = plan.parameters
+    assert item(plan, "gradients", "loss") == 4 * p.trained and item(plan, "optimizer", "loss") == 8 * p.trained
+    assert item(plan, "bf16 casts of autocast", "loss") == 2 * p.trained
+    on_two = plan_memory(janus_7b, Run(weight_bytes=4), Machine(2))
+    assert item(on_two, "gradients", "loss") == 8 * p.trained  # and DDP's buckets
+
+
+# ---- what grows with the batch --------------------------------------------------------------------------------------
+
+
+def test_the_cache_has_whole_multiples_of_slots_for_the_rows_of_a_chunk(janus_7b):
+    plan = plan_memory(janus_7b, Run(rollout_batch_size=32, prompt_length=32), Machine())
+    assert item(plan, "KV cache", "rollout") == 32 * cache_bytes(janus_7b, 640, 2)  # 32 + 576 + 1 -> 640
+    few = plan_memory(janus_7b, Run(rows=8, rollout_batch_size=32), Machine())
+    assert item(few, "KV cache", "rollout") == 8 * cache_bytes(janus_7b, 640, 2)
+    plain = plan_memory(janus_7b, Run(rollout_batch_size=32, guided=False), Machine())
+    assert item(plain, "KV cache", "rollout") == item(plan, "KV cache", "rollout") / 2
+
+
+def test_activations_grow_with_the_micro_batch_alone(janus_7b):
+    name = "activations that wait"
+    one, two, more = (
+        plan_memory(janus_7b, Run(micro_batch=m, rows=rows), Machine(1, 3)) for m, rows in ((4, 64), (8, 64), (4, 256))
+    )
+    tokens = 4 * 2 * (32 + CODES + 3)
+    assert item(one, name, "loss") == tokens * HIDDEN * 2 * (LAYERS + 2)  # a checkpoint a layer, and the embeddings
+    assert item(two, name, "loss") == 2 * item(one, name, "loss") and item(more, name, "loss") == item(
+        one, name, "loss"
+    )
+    without = plan_memory(janus_7b, Run(micro_batch=4, checkpointing=False), Machine(1, 3))
+    assert item(without, name, "loss") > 10 * item(one, name, "loss")
+    detached = plan_memory(janus_7b, Run(micro_batch=4, detach=True), Machine(1, 3))
+    assert item(detached, name, "loss") == item(one, name, "loss") / 2
+
+
+def test_checkpoints_are_those_that_autograd_keeps(model):
+    """Hidden states that wait for the backward of the tiny model, next to the formula."""
+    ids, mask, labels = joint_batch(model)
+    model.train()
+    model.gradient_checkpointing_enable()
+    kept = {}
+
+    def pack(tensor):
+        if tensor.shape[-2:] == (ids.shape[1], 32) and tensor.dtype == torch.float32:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        score(model, ids, mask, labels, guidance_scale=5.0)
+    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    batch = parts.Batch(rows=3, streams=2, length=ids.shape[1], codes=16, text=3, hidden_bytes=4)
+    planned, _ = parts.backbone_bytes(model.config, batch)
+    assert planned == pytest.approx(found, rel=0.5)
+
+
+def test_rewards_known_by_name_count_where_they_are_on_the_gpu():
+    whole = reward_bytes(["pickscore", "format"])
+    assert whole == 4 * 986_109_441
+    assert reward_bytes([{"name": "pickscore", "args": {"dtype": "bfloat16"}}]) == whole / 2
+    assert reward_bytes([{"name": "pickscore", "args": {"device": "cpu"}}, "my_module:reward"]) == 0
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [
+        ("zero3", Machine(8, 3)),
+        ("zero2", Machine(8, 2)),
+        ("ddp", Machine(8)),
+        ("zero3_offload", Machine(8, 3, True, True)),
+    ],
+)
+def test_the_machine_is_that_of_the_accelerate_file(name, machine, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert machine_from(name, 8) == machine == machine_from(f"accelerate_configs/{name}.yaml", 8)
+    assert not machine_from("cpu", None).gpu
+
+
+def test_the_machine_of_a_running_launcher_is_in_its_environment(monkeypatch):
+    for name, value in (
+        ("USE_DEEPSPEED", "true"),
+        ("DEEPSPEED_ZERO_STAGE", "3"),
+        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
+    ):
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert machine_from(None, None) == Machine(4, 3, offload_optimizer=True)
+
+
+def test_a_run_is_read_from_the_recipe(tmp_path):
+    args = JanusGRPOConfig(
+        str(tmp_path),
+        beta=0.1,
+        num_generations=4,
+        per_device_train_batch_size=8,
+        guidance_scale=1.0,
+        rollout_batch_size=2,
+        bf16=False,
+    )
+    run = Run.of(args, ModelConfig(dtype="bfloat16", use_peft=True, lora_r=4, lora_target_modules=["q_proj"]), 10, 8, 4)
+    assert (run.micro_batch, run.rows, run.group, run.rollout_batch_size, run.prompt_length) == (4, 8, 4, 2, 10)
+    assert run.reference and not run.guided and run.weight_bytes == 2
+    assert run.lora_rank == 4 and run.lora_targets == ("q_proj",)
+
+
+# ---- what is said ---------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_compares_the_largest_phase_and_says_what_would_help(janus_7b):
+    plan = plan_memory(janus_7b, Run(rollout_batch_size=32), Machine(8, 3))
+    assert plan.peak == max(plan.total(phase) for phase in PHASES)
+    assert "fits into 80 GiB" in plan.verdict(80)
+    small = plan.verdict(24)
+    assert "does NOT fit into 24 GiB" in small and "keep_rollout_buffers: false" in small
+    assert "--gpu_memory_gib 80" in plan.verdict(None)
+    rollout = plan_memory(janus_7b, Run(rows=64, keep_buffers=False), Machine(8, 3)).verdict(24)
+    assert "in rollout" in rollout and "rollout_batch_size: 32" in rollout
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for split in tiny_datasets.SIZES:
+        monkeypatch.setitem(tiny_datasets.SIZES, split, 32)
+    values = {**yaml.safe_load((ROOT / "recipes/tiny/t2i.yaml").read_text()), "output_dir": str(tmp_path)}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**values, "per_device_train_batch_size": 32}))
+    return str(path)
+
+
+def test_a_dry_run_prints_the_plan_of_each_gpu(recipe, capsys):
+    options = ["--dry_run", "true", "--num_processes", "2", "--accelerate_config", "zero3", "--gpu_memory_gib", "8"]
+    grpo.main(["--config", recipe, *options])
+    out = capsys.readouterr().out
+    assert "Planned GPU memory in GiB per GPU (2 GPUs, ZeRO-3; full fine-tuning" in out
+    assert "KV cache" in out and "fits into 8 GiB" in out
+    grpo.main(["--config", recipe, "--dry_run", "true", "--accelerate_config", "cpu"])
+    assert "Planned GPU memory" not in capsys.readouterr().out
+
+
+def test_an_unknown_accelerate_file_is_refused_with_the_nearest_name(recipe, capsys):
+    with pytest.raises(SystemExit):
+        grpo.main(["--config", recipe, "--dry_run", "true", "--accelerate_config", "zero_3"])
+    message = capsys.readouterr().err
+    assert "there is no file accelerate_configs/zero_3.yaml" in message and "Did you mean 'zero3'?" in message
+
+
+def test_make_tells_the_dry_run_which_file_it_will_launch_with():
+    line = [line for line in (ROOT / "Makefile").read_text().splitlines() if "--dry_run true" in line]
+    assert line and all('--accelerate_config "$$name"' in text for text in line)
+
+
+# ---- against allocations --------------------------------------------------------------------------------------------
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that operations made and that are alive, and the most there were."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.live = self.peak = 0
+        self.kept = [tensor.untyped_storage() for tensor in known]
+        self.seen = WeakIdKeyDictionary({storage: None for storage in self.kept})
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage() not in self.seen:
+                storage = leaf.untyped_storage()
+                self.seen[storage] = None
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+
+def wide_config(layers: int) -> JanusConfig:
+    config = build_config(build_processor())
+    text, width = config.text_config, 256
+    text.hidden_size = config.vq_config.projection_dim = config.vq_config.image_token_embed_dim = width
+    config.vision_config.projection_dim = width
+    text.intermediate_size, text.num_hidden_layers, text.vocab_size = 704, layers, 128
+    return config
+
+
+def backward_peak(layers: int, rows: int = 8) -> tuple[int, int]:
+    """Peak of a backward in bf16 with adapters and checkpoints above weights and gradients, and what is planned."""
+    torch.manual_seed(0)
+    processor, config = build_processor(), wide_config(layers)
+    model = JanusForInterleavedGeneration(config).to(torch.bfloat16)
+    ids = processor.tokenizer
+    generation = model.generation_config
+    generation.pad_token_id, generation.bos_token_id, generation.eos_token_id = ids.pad_token_id, ids.bos_token_id, 2
+    bind_special_ids(model, processor)
+    peft = get_peft_model(model, lora(), autocast_adapter_dtype=False)
+    peft.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    peft.train()
+    codes = model.vocab_size + torch.randint(0, 16, (rows, 16))
+    batch = torch.cat([torch.randint(10, 100, (rows, 48)), codes], 1)
+    labels = batch.clone()
+    labels[:, :48] = -100
+    watch = Live([*peft.parameters(), *peft.buffers()])
+    with watch, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = score(peft, batch, torch.ones_like(batch), labels, guidance_scale=5.0).loss
+    watch.peak = 0
+    with watch:
+        loss.backward()
+    size = parts.Batch(rows, 2, batch.shape[1], 16, 0, lora_bytes=2)
+    return watch.peak, sum(parts.backbone_bytes(config, size))
+
+
+def test_planned_activations_are_those_that_a_backward_allocates():
+    (few, planned_few), (many, planned_many) = map(backward_peak, (2, 6))
+    assert planned_few == pytest.approx(few, rel=0.15)
+    assert planned_many - planned_few == pytest.approx(many - few, rel=0.15)  # a checkpoint a layer
