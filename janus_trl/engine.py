@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from .engine_weights import EngineWeights
-from .kernels import add_rms_norm, decode_attention, rotate, sample_step, silu_mul, wide_linear
+from .kernels import add_rms_norm, decode_attention, rotate, sample_step, silu_mul, uses_triton, wide_linear
 from .modeling import JanusForInterleavedGeneration, guide
 
 # Slots of the caches come in multiples of this, so that prompts of other lengths find room in the same buffers.
@@ -236,7 +236,7 @@ class DecodeEngine:
         """
         owners = [(rows == i).nonzero()[0, 0] for i in range(len(embeds))]
         owners = torch.stack(owners) + first  # the first cache row of each prompt, [U]
-        shares = self.weights["norm"].device.type == "cuda"
+        shares = uses_triton(self.weights["norm"])
         here = slice(first, first + len(rows))
         self.state.prefix_rows[here] = owners[rows] if shares else torch.arange(first, here.stop, device=rows.device)
         self.state.prefix_lengths[here] = lengths[rows] if shares else 0
@@ -312,6 +312,23 @@ class DecodeEngine:
             run()
         return self.state.counts
 
+    def repeat_rows(self, count: int, times: int, uniforms: torch.Tensor) -> None:
+        """After the text: each of the first `count` rows becomes `times` rows after one another, with its keys.
+
+        Args:
+            uniforms: `[count * times, steps]`, those of the rows that come out.
+        """
+        s, total = self.state, count * times
+        used = int(s.lengths[:count].max())
+        for row in range(total - 1, 0, -1):  # from behind: a row comes from one that stands before it
+            for cache in (self.keys, self.values):
+                cache[:, row, :, :used] = cache[:, row // times, :, :used]
+        source = torch.arange(total, device=s.x.device) // times
+        s.prefix_rows[:total] = s.prefix_rows[source] * times
+        s.prefix_lengths[:total] = s.prefix_lengths[source]
+        s.lengths[:total] = s.lengths[source]
+        s.uniforms[:total, : uniforms.shape[1]] = uniforms.to(s.x.device)
+
     def image(self, first: torch.Tensor, column: int, codes: int, settings, progress: bool) -> None:
         """Sample `codes` codes into the columns from `column` on; `first` `[H]` embeds `<begin_of_image>`."""
         s, rows = self.state, len(self.state.alive)
@@ -346,7 +363,7 @@ class DecodeEngine:
             self.prefill(embeds, whole, rows, first)
 
     def _unconditional_from_longest(self, embeds, length, count: int, first: int) -> None:
-        s, shares = self.state, self.weights["norm"].device.type == "cuda"
+        s, shares = self.state, uses_triton(self.weights["norm"])
         everyone = torch.arange(first, first + count, device=s.x.device)
         longest = s.lengths[:count].argmax() + first
         sources = None if shares else torch.zeros(count, dtype=torch.int64, device=s.x.device)

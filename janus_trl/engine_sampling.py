@@ -7,7 +7,7 @@ from .engine import DecodeEngine
 from .modeling import JanusForInterleavedGeneration
 from .picture_decoder import PictureDecoder
 from .prompts import different_prompts, encode_prompts
-from .rollouts import Rollout, SamplingSettings, answers, interleave, row_uniforms
+from .rollouts import Rollout, SamplingSettings, answers, interleave, repeated, row_uniforms
 
 
 class EngineChunk:
@@ -32,6 +32,8 @@ class EngineChunk:
 
     def run(self, processor, prompts: list, images: list | None, capacity: int) -> Rollout:
         """Sample; `capacity` is the size of a whole chunk, for which buffers are made."""
+        times = self.settings.images_per_reasoning
+        prompts, images = prompts[::times], images[::times] if images else None
         different, where = different_prompts(prompts, images)
         pictures = [images[i] for i in different] if images else None
         batch = encode_prompts(processor, [prompts[i] for i in different], pictures, self.draws)
@@ -42,6 +44,9 @@ class EngineChunk:
         prompts = [different[i].tolist() for i in where]
         if not self.draws:
             return answers(prompts, text)
+        if times > 1:
+            self.engine.repeat_rows(len(prompts), times, self.uniforms)
+            prompts, *text = (repeated(rows, times) for rows in (prompts, *text))
         return interleave(self.model, prompts, text, *self._image(prompts, text), self.decode)
 
     def _start(self, different: list[torch.Tensor], where: list[int], pixel_values, capacity: int) -> None:
@@ -54,7 +59,7 @@ class EngineChunk:
             embeds,
             torch.tensor([len(row) for row in different], device=self.device),
             torch.tensor(where, device=self.device),
-            self.uniforms,
+            self.uniforms[:: self.settings.images_per_reasoning],
             self.special,
             self.special.forbidden_in_text(self.draws),
             self.special.begin_of_image if self.draws else None,

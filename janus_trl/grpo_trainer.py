@@ -189,9 +189,7 @@ class JanusGRPOTrainer(RolloutCheckpointing, GRPOTrainer):
 
     def sample(self, prompts: list, seeds: list[int], settings: SamplingSettings) -> Rollout:
         """Sample with the current weights; collective under ZeRO-3, so every rank calls it."""
-        if settings.images_per_reasoning == 1:
-            self._engine = self._new_engine() if self._engine is None else self._engine
-        engine = self._engine if settings.images_per_reasoning == 1 else None  # only the plain path shares reasonings
+        engine = self._engine = self._new_engine() if self._engine is None else self._engine
         # The engine gathers matrix by matrix into its own buffers; the plain path needs the whole model.
         gather = self.args.ds3_gather_for_generation and engine is None
         if self._sharded() and not self.args.ds3_gather_for_generation:
@@ -290,8 +288,6 @@ class JanusGRPOTrainer(RolloutCheckpointing, GRPOTrainer):
         self.batch_task = inputs[0]["task"] if self.task == "both" else self.task
         with self._split_metrics(mode):
             output = self._generate_rows(inputs)
-            if mode == "train":
-                self._log_signal(output)
             if mode == "train" and self.args.dynamic_sampling:
                 pool = self._pools[self.batch_task]
                 output = GroupFilter(self, self._generate_rows).fill(output, inputs, pool, self._batch_parts())
@@ -307,7 +303,10 @@ class JanusGRPOTrainer(RolloutCheckpointing, GRPOTrainer):
         """TRL's rollout, rewards and advantages of rows of this rank; collective."""
         if self.task == "both":
             inputs = [row_for_task(row) for row in inputs]
-        return super()._generate_and_score_completions(inputs)
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            self._log_signal(output)
+        return output
 
     def _split_metrics(self, mode: str):
         return split_by_task(self._metrics[mode], self.batch_task if self.task == "both" else None)

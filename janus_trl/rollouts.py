@@ -106,6 +106,11 @@ def check_finite(result: Rollout, any_rank: Callable[[bool], bool] = bool) -> No
         )
 
 
+def repeated(rows: list, times: int) -> list:
+    """Every row `times` times, after one another."""
+    return [row for row in rows for _ in range(times)]
+
+
 def answers(prompts: list[list[int]], text: tuple) -> Rollout:
     """Rows of text alone; `text` holds padded ids, padded log-probs and the number of ids of each row."""
     ids, logps, counts = text

@@ -27,6 +27,7 @@ from .rollouts import (
     check_blocks,
     check_finite,
     interleave,
+    repeated,
     row_seed,
     row_uniforms,
     score_rollout,
@@ -81,7 +82,7 @@ def rollout(
             rows = slice(start, start + size)
             pictures = images[rows] if images else None
             try:
-                if engine is not None and settings.images_per_reasoning == 1:
+                if engine is not None:
                     chunk = EngineChunk(engine, model, settings, seeds[rows], any_rank, progress, decode)
                     result.extend(chunk.run(processor, prompts[rows], pictures, size))
                 else:
@@ -154,7 +155,7 @@ class _Sampler:
         if not self.draws:
             return answers(prompts, text)
         codes, code_logps = self._sample_codes()
-        prompts, *text = (_repeated(rows, self.images_per_reasoning) for rows in (prompts, *text))
+        prompts, *text = (repeated(rows, self.images_per_reasoning) for rows in (prompts, *text))
         return interleave(self.model, prompts, tuple(text), codes, code_logps, self.decode)
 
     def _forward(self, embeds: torch.Tensor, position_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
@@ -261,7 +262,3 @@ class _Sampler:
         for ours, other in zip(self.cache.layers, cache.layers, strict=True):
             ours.keys = torch.cat([ours.keys, other.keys])
             ours.values = torch.cat([ours.values, other.values])
-
-
-def _repeated(rows: list, times: int) -> list:
-    return [row for row in rows for _ in range(times)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from janus_trl import engine as engine_module
 from janus_trl import kernels
 from janus_trl.engine import SLOT_MULTIPLE, DecodeEngine, supports
 from janus_trl.modeling import JanusForInterleavedGeneration
@@ -40,6 +41,11 @@ def both(model, processor, engine, settings, images=None, prompts=PROMPTS):
     return plain, rollout(model, processor, prompts, settings, seeds, images=images, engine=engine)
 
 
+def needs_triton() -> None:
+    if not (kernels.is_triton_available() and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"))):
+        pytest.skip("needs Triton and a GPU or its interpreter")
+
+
 def same(plain, ours) -> None:
     assert ours.completion_ids == plain.completion_ids
     assert (ours.prompt_ids, ours.env_mask) == (plain.prompt_ids, plain.env_mask)
@@ -58,6 +64,25 @@ def test_engine_samples_the_rows_of_the_plain_path(
     if text and not greedy:
         assert len({len(row) for row in plain.completion_ids}) > 1  # rows did stop at different lengths
     same(plain, ours)
+
+
+@pytest.mark.parametrize(("guidance", "batch_size"), [(1.0, None), (5.0, None), (5.0, 4)])
+@pytest.mark.parametrize("with_triton", [False, True])
+def test_images_of_one_reasoning_are_those_of_the_plain_path(
+    stopping_model, processor, engine, guidance, batch_size, with_triton, monkeypatch
+):
+    if with_triton:  # rows of a group read their prompt at one place
+        needs_triton()
+        monkeypatch.setattr(kernels, "uses_triton", lambda tensor: True)
+        monkeypatch.setattr(engine_module, "uses_triton", lambda tensor: True)
+    prompts = ["a"] * 4 + ["a red cat sits on a mat and more"] * 2 + ["a"] * 2
+    settings = SamplingSettings("t2i", 12, guidance, images_per_reasoning=2, batch_size=batch_size)
+    seeds = [row_seed(0, "engine", i) for i in range(8)]
+    plain = rollout(stopping_model, processor, prompts, settings, seeds)
+    ours = rollout(stopping_model, processor, prompts, settings, seeds, engine=engine)
+    same(plain, ours)
+    lengths = {len(row) for row in plain.completion_ids}
+    assert len(lengths) > 1 and len({tuple(row) for row in plain.completion_ids}) == 8
 
 
 def test_engine_answers_about_pictures_like_the_plain_path(stopping_model, processor, engine):
@@ -155,8 +180,7 @@ def test_engine_is_offered_to_plain_llama_only(model: JanusForInterleavedGenerat
 @pytest.mark.parametrize("greedy", [True, False])
 def test_kernels_give_what_the_formulas_in_pytorch_give(width, greedy, monkeypatch):
     """On a GPU, or in Triton's interpreter (TRITON_INTERPRET=1)."""
-    if not (kernels.is_triton_available() and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"))):
-        pytest.skip("needs Triton and a GPU or its interpreter")
+    needs_triton()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(6, width, generator=generator) * 3).to(device)
