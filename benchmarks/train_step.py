@@ -191,7 +191,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=GROUP)
     parser.add_argument("--rollout_batch_size", type=int, default=32)
     parser.add_argument("--release", action="store_true", help="keep_rollout_buffers: false")
-    parser.add_argument("--vq_batch_size", type=int, default=16)
+    parser.add_argument("--vq_batch_size", type=int, default=4)
     parser.add_argument("--guidance", type=float, default=5.0)
     parser.add_argument("--detach_unconditional", action="store_true")
     parser.add_argument("--no_checkpointing", action="store_true", help="without gradient checkpointing")

@@ -93,7 +93,7 @@ class Run:
     lora_targets: tuple[str, ...] = ()
     lora_bytes: int = 4
     vq_bytes: int = 4
-    vq_batch_size: int = 16
+    vq_batch_size: int = 4
     reward_bytes: int = 0
     trains: str | None = None  # the task of the run where it is not that of the batch: `both`
 
