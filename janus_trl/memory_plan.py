@@ -152,7 +152,8 @@ def _rollout(plan: Plan, config: JanusConfig) -> None:
     slots = -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE
     table = config.vq_config.num_embeddings * config.text_config.hidden_size
     in_place = not (machine.zero_stage == 3 or run.weight_bytes != element and not machine.zero_stage)
-    copies = (p.adapted if run.lora_rank else p.fused if machine.zero_stage else 0) + table if in_place else p.decoded
+    decoded = p.decoded - (0 if run.text_length else 2 * config.text_config.vocab_size * config.text_config.hidden_size)
+    copies = (p.adapted if run.lora_rank else p.fused if machine.zero_stage else 0) + table if in_place else decoded
     # Under ZeRO-1 and 2 the fused matrices stay beside DeepSpeed's flat weights.
     plan.add("rollout copy of weights", element * copies, PHASES if in_place and not run.lora_rank else phases)
     plan.add("KV cache", rows * cache_bytes(config, slots, streams, element), phases)

@@ -73,7 +73,7 @@ def rollout(
         ValueError: if rows that are to share a reasoning do not come in whole blocks of one prompt.
     """
     check_blocks(prompts, settings)
-    result, size = Rollout(), settings.batch_size or max(len(prompts), 1)
+    result, size = Rollout(), min(settings.batch_size or len(prompts), len(prompts)) or 1
     draws = settings.task == "t2i"
     decode = (decoder or PictureDecoder(model)) if decode and draws else None
     failure = None
