@@ -9,13 +9,10 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import PeftConfig
 from transformers import JanusProcessor, PreTrainedModel
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.utils import logging
 from trl import GRPOTrainer
-from trl.models.utils import unwrap_model_for_generation
 
 from .configs import JanusGRPOConfig
-from .engine import DecodeEngine, supports
+from .engine import DecodeEngine
 from .entropy_control import EntropyControl
 from .group_filtering import GroupFilter
 from .hub import check_write_access
@@ -28,27 +25,23 @@ from .model_card import write_model_card
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
 from .monitor import SignalMonitorCallback, monitor_settings
 from .picture_decoder import PictureDecoder
-from .prompts import bind_prompt_template, prompt_with_pictures, user_text
+from .prompts import bind_prompt_template
 from .reporting import Attempts, guard_dashboards
 from .reward_guard import guard
 from .reward_settlement import settle
 from .rollouts import text_is_cut
 from .run_log import reward_trend
-from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .saving import RolloutCheckpointing
 from .shared_reasoning import advantages_per_token
 from .signal_metrics import signal_metrics
-from .task_mixture import TaskSampler, drop_joint_metrics, row_for_task, split_by_task
+from .task_mixture import TaskSampler, row_for_task, split_by_task
 from .trainable import freeze_for_task, trainable_table
+from .trainer_evaluation import HeldOutEvaluation
+from .trainer_sampling import RolloutSampling, sample_for_trl
 from .training_rows import held_out_rows, rows_of_tasks, training_rows
 
-logger = logging.get_logger(__name__)
 
-# Where the decode engine samples; on a CPU the plain path is as fast.
-ENGINE_DEVICES = ("cuda",)
-
-
-class JanusGRPOTrainer(RolloutCheckpointing, GRPOTrainer):
+class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing, GRPOTrainer):
     """`trl.GRPOTrainer` for `JanusForConditionalGeneration`: text, then image codes (`t2i`), or answers (`i2t`).
 
     Rollouts are sampled by `janus_trl.sampling.rollout`, and policy, old and reference log-probs come from
@@ -124,7 +117,7 @@ class JanusGRPOTrainer(RolloutCheckpointing, GRPOTrainer):
                 callbacks=callbacks,
                 optimizers=optimizers,
                 peft_config=peft_config,
-                rollout_func=_sample_for_trl,
+                rollout_func=sample_for_trl,
             )
         finally:
             args.model_init_kwargs = init_kwargs
@@ -166,95 +159,6 @@ class JanusGRPOTrainer(RolloutCheckpointing, GRPOTrainer):
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     # Rollout ---------------------------------------------------------------------------------------------------------
-
-    def sampling_settings(self, mode: str = "train", greedy: bool = False, task: str | None = None) -> SamplingSettings:
-        """The settings of rollouts of a task (that of the batch at hand) in `train` or `eval` mode."""
-        task = task or self.batch_task
-        args, draws = self.args, task == "t2i"
-        return SamplingSettings(
-            task=task,
-            max_text_length=args.max_reasoning_length if draws else args.max_completion_length,
-            guidance_scale=self._guidance_scale(mode),
-            temperature=args.temperature,
-            image_temperature=args.image_temperature,
-            logp_guidance=args.logp_guidance,
-            greedy=greedy,
-            batch_size=args.rollout_batch_size,
-            images_per_reasoning=args.images_per_reasoning if draws and mode == "train" else 1,
-        )
-
-    def _guidance_scale(self, mode: str) -> float:
-        scale = self.args.eval_guidance_scale if mode == "eval" else None
-        return self.args.guidance_scale if scale is None else scale
-
-    def sample(self, prompts: list, seeds: list[int], settings: SamplingSettings) -> Rollout:
-        """Sample with the current weights; collective under ZeRO-3, so every rank calls it."""
-        engine = self._engine = self._new_engine() if self._engine is None else self._engine
-        # The engine gathers matrix by matrix into its own buffers; the plain path needs the whole model.
-        gather = self.args.ds3_gather_for_generation and engine is None
-        if self._sharded() and not self.args.ds3_gather_for_generation:
-            self._say_what_sharded_sampling_costs(len(prompts), settings)
-        with (
-            unwrap_model_for_generation(
-                self.model_wrapped,
-                self.accelerator,
-                gather_deepspeed3_params=gather,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
-            ) as model,
-            self.accelerator.autocast(),
-        ):
-            base = model.get_base_model() if is_peft_model(model) else model
-            if engine is not None:
-                engine.load_weights(base, with_text=settings.max_text_length > 0)
-            result = rollout(
-                base,
-                self.processing_class,
-                prompts,
-                settings,
-                seeds,
-                any_rank=bool if gather or engine is not None else self._any_rank,
-                any_rank_fails=self._any_rank,
-                progress=self.accelerator.is_main_process and not self.args.disable_tqdm,
-                engine=engine,
-                decoder=self._decoder,
-            )
-            if engine is not None and not self.args.keep_rollout_buffers:
-                engine.release(with_weights=True)
-            return result
-
-    def _new_engine(self) -> DecodeEngine | None:
-        """A decode engine; None where the plain path samples (CPU, or weights that must stay sharded)."""
-        stays_sharded = self._sharded() and not self.args.ds3_gather_for_generation
-        if self.accelerator.device.type not in ENGINE_DEVICES or stays_sharded or not supports(self.base_model):
-            return None
-        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
-        return DecodeEngine(mixed or self.base_model.lm_head.weight.dtype, self.args.use_cuda_graphs)
-
-    def _sharded(self) -> bool:
-        return self.is_deepspeed_enabled and is_deepspeed_zero3_enabled()
-
-    def _say_what_sharded_sampling_costs(self, rows: int, settings: SamplingSettings) -> None:
-        codes = self.base_model.num_image_codes if settings.task == "t2i" else 0
-        chunks = -(-rows // (settings.batch_size or rows))
-        logger.warning_once(
-            f"ds3_gather_for_generation = False: every decoded token gathers all layers. A rollout takes up to "
-            f"{chunks * (settings.max_text_length + codes)} forwards of the whole model ({chunks} chunks of "
-            f"{settings.max_text_length} text tokens and {codes} codes): slow, but without a whole copy on a GPU."
-        )
-
-    def _any_rank(self, flag: bool) -> bool:
-        return bool(self.accelerator.gather(torch.tensor([flag], device=self.accelerator.device)).any())
-
-    def _row_seeds(self, mode: str, rows: int) -> list[int]:
-        """One seed per row from (seed, step, position in the global batch): equal for any number of processes."""
-        first = self.accelerator.process_index * rows
-        if mode == "train":
-            parts = self._batch_parts()
-            parts += ("round", self.sampling_round) if self.sampling_round else ()
-            return [row_seed(self.args.seed, mode, *parts, first + i) for i in range(rows)]
-        first += self._eval_rows_seen
-        self._eval_rows_seen += rows * self.accelerator.num_processes
-        return [row_seed(self.args.seed, mode, first + i) for i in range(rows)]
 
     def _generate(self, prompts):
         """TRL's; `completions/clipped_ratio` is about text, since an image always has all of its codes."""
@@ -446,86 +350,9 @@ class JanusGRPOTrainer(RolloutCheckpointing, GRPOTrainer):
             )
         return norm
 
-    # Evaluation ------------------------------------------------------------------------------------------------------
-
-    def evaluation_loop(self, *args, **kwargs):
-        """TRL's loop; the mean reward counts every row once (the sampler repeats rows to fill the ranks)."""
-        self._eval_rewards, self._eval_rows_seen = {}, 0
-        output = super().evaluation_loop(*args, **kwargs)
-        if rewards := self.eval_rewards():
-            values = torch.tensor(list(rewards.values()), dtype=torch.float64)
-            error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else 0.0
-            self._metrics["eval"]["reward"] = [values.mean().item()]
-            self._metrics["eval"]["reward_standard_error"] = [error]
-            self._add_evaluation(rewards)
-        if self.task == "both":
-            drop_joint_metrics(self._metrics["eval"], self.batch_task)
-        return output
-
-    def _add_evaluation(self, rewards: dict[int, float]) -> None:
-        """To `evaluations`; rows of another task at the same step join those that are there."""
-        step = self.state.global_step
-        if self.evaluations and self.evaluations[-1][0] == step and not rewards.keys() & self.evaluations[-1][1].keys():
-            self.evaluations[-1][1].update(rewards)
-        else:
-            self.evaluations.append((step, rewards))
-
-    def eval_rewards(self) -> dict[int, float]:
-        """The weighted reward of each held-out row that was scored in the last evaluation, by row number."""
-        scored = {row: [t for t in totals if t == t] for row, totals in sorted(self._eval_rewards.items())}
-        return {row: sum(totals) / len(totals) for row, totals in scored.items() if totals}
-
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         """TRL's card speaks of text generation; this one is about Janus."""
         write_model_card(self, "GRPO", None if self.task == "both" else self.task, model_name)
-
-    def sample_rows(self, rows: int) -> list[dict]:
-        """The first held-out rows with fixed seeds: `prompt`, `image`, `reasoning`, `reward`; every rank calls it."""
-        if self.eval_dataset is None or rows == 0:
-            return []
-        both = self.task == "both"
-        held_out = self.eval_dataset["t2i"] if both else self.eval_dataset
-        inputs = [held_out[i] for i in range(min(rows, len(held_out)))]
-        inputs = [row_for_task(row) for row in inputs] if both else inputs
-        prompts = [prompt_with_pictures(row) for row in inputs]
-        seeds = [row_seed(self.args.seed, "samples", i) for i in range(len(inputs))]
-        settings = self.sampling_settings("eval", task="t2i" if both else self.task)
-        result = self.sample(prompts, seeds, settings)
-        texts = self.processing_class.batch_decode(result.completion_ids, skip_special_tokens=True)
-        totals = self._score_samples(inputs, prompts, texts, result)
-        pictures = result.images or [row["images"][0] if row.get("images") else None for row in inputs]
-        return [
-            {"image": picture, "prompt": user_text(row["prompt"]), "reasoning": text, "reward": total}
-            for row, picture, text, total in zip(inputs, pictures, texts, totals, strict=True)
-        ]
-
-    def _score_samples(
-        self, inputs: list[dict], prompts: list, texts: list[str], result: Rollout
-    ) -> list[float | None]:
-        """Weighted rewards, called as in training, without a trace in its metrics and tables; collective."""
-        if result.images:
-            pictures = zip(inputs, result.images, strict=True)
-            inputs = [{**row, "generated_images": picture} for row, picture in pictures]
-        if not isinstance(prompts[0], str):
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
-        rewards = super()._calculate_rewards(inputs, prompts, texts, result.completion_ids)
-        rewards = settle(self.reward_funcs, rewards, self.reward_weights, self.accelerator)
-        self._pending_metrics.clear()
-        self._pending_extra_logs.clear()
-        totals = (rewards * self.reward_weights.to(rewards.device)).nansum(1)[: len(inputs)].tolist()
-        unscored = rewards.isnan().all(1).tolist()  # of all ranks; every rank scored the same rows
-        return [None if none else total for total, none in zip(totals, unscored, strict=False)]
-
-
-def _sample_for_trl(prompts: list, trainer: JanusGRPOTrainer) -> dict[str, list]:
-    """TRL's `rollout_func`."""
-    mode, start = "train" if trainer.model.training else "eval", time.perf_counter()
-    trainer._memory.end("update", trainer._metrics[mode])  # the optimizer's step, if one was made
-    result = trainer.sample(prompts, trainer._row_seeds(mode, len(prompts)), trainer.sampling_settings(mode))
-    trainer._metrics[mode]["time/rollout_s"].append(time.perf_counter() - start)
-    trainer._memory.end("rollout", trainer._metrics[mode])
-    output = {name: getattr(result, name) for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
-    return {**output, "generated_images": result.images} if trainer.batch_task == "t2i" else output
 
 
 def _as_list(value) -> list:

@@ -19,7 +19,7 @@ from PIL import Image
 from transformers import TrainerCallback, set_seed
 from trl import ModelConfig
 
-from janus_trl import grpo_trainer
+from janus_trl import trainer_sampling
 from janus_trl.configs import JanusGRPOConfig
 from janus_trl.grpo_trainer import JanusGRPOTrainer
 from janus_trl.run_log import read_messages
@@ -161,7 +161,7 @@ def digest(trainer: JanusGRPOTrainer) -> str:
 
 def run(name: str, scenario: Scenario, folder: str, output: Path, processes: int) -> dict:
     """All of one scenario: train, save, evaluate, resume."""
-    grpo_trainer.ENGINE_DEVICES = ("cpu",) if scenario.engine and processes > 1 else ("cuda",)
+    trainer_sampling.ENGINE_DEVICES = ("cpu",) if scenario.engine and processes > 1 else ("cuda",)
     trainer = build_trainer(name, scenario, folder, output, processes)
     result = train(trainer)
     result["engine"] = trainer._engine is not None

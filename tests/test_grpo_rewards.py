@@ -83,7 +83,7 @@ def test_an_exception_in_a_reward_stops_the_run_and_names_the_reward(trainer_of)
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_non_finite_gradient_stops_before_the_update(trainer_of, value):
     trainer = trainer_of()
-    trainer.model.lm_head.weight.register_hook(lambda gradient: gradient + value)
+    trainer.model.model.language_model.norm.weight.register_hook(lambda gradient: gradient + value)
     before = weights(trainer)
     with pytest.raises(FloatingPointError, match=r"Gradient norm (inf|nan) at step 1: .*learning_rate \(0.01\)"):
         trainer.train()

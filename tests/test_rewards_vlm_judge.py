@@ -197,10 +197,10 @@ def test_an_answer_that_drips_is_cut_too(judge_of):
     assert values == [None, 1.0] and counts["timed_out"] == 1.0 and seconds < 1.5
 
 
-def test_eight_calls_of_a_fifth_of_a_second_take_less_than_one(judge_of):
+def test_eight_calls_of_a_fifth_of_a_second_run_together(judge_of):
     server, judge = judge_of(lambda *_: Reply(completion("yes"), delay=0.2))
     values, _, seconds = ask(judge, ["x"] * 8)
-    assert values == [1.0] * 8 and seconds < 1.0 and server.most_open > 4
+    assert values == [1.0] * 8 and seconds < 1.5 and server.most_open > 4  # one by one: 1.6 s
 
 
 def test_no_more_calls_are_open_than_allowed(judge_of):
