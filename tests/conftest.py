@@ -10,6 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from tests.distributed_launch import launch_of
 from tests.tiny import build_random_janus
 
 
@@ -59,3 +60,15 @@ def trainer_of(janus_folder, tmp_path):
         )  # fmt: skip
 
     return build
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list) -> None:
+    """Files that start processes come first: begun last, one of them would keep the other worker waiting.
+
+    A module's `SLOW` names the launches and scenarios whose tests are slow ones.
+    """
+    items.sort(key=lambda item: "distributed" not in item.path.name)
+    for item in items:
+        if launch_of(item) in getattr(item.module, "SLOW", ()):
+            item.add_marker(pytest.mark.slow)

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
@@ -61,6 +62,20 @@ def wait_all(processes: list[subprocess.Popen], timeout: float) -> bool:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def launch_of(item: pytest.Item) -> tuple[str | None, str | None]:
+    """The launch (`zero3`, `ddp`) and the scenario that a test looks at."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    fixtures = [name for name in ("zero3", "ddp") if name in item.fixturenames]
+    return params.get("launcher", fixtures[0] if fixtures else None), params.get("scenario")
+
+
+def scenarios_of(request: pytest.FixtureRequest, launcher: str, names: list[str]) -> list[str]:
+    """Those of `names` that the selected tests of this file look at; a test that names none looks at the first."""
+    selected = [item for item in request.session.items if item.path == request.path]
+    asked = {scenario or names[0] for found, scenario in map(launch_of, selected) if found == launcher}
+    return [name for name in names if name in asked]
 
 
 @dataclass

@@ -11,12 +11,14 @@ from transformers import JanusForConditionalGeneration, JanusProcessor
 
 from janus_trl.modeling import JanusForInterleavedGeneration, bind_special_ids
 from janus_trl.sampling import encode_prompts
-from tests.distributed_launch import Runs, build_janus, launch, launch_separately
+from tests.distributed_launch import Runs, build_janus, launch, launch_separately, scenarios_of
 from tests.distributed_worker import EVAL_ROWS, GLOBAL_BATCH, STEPS
 
 LONG = ["t2i_full", "t2i_lora", "i2t_full", "i2t_lora", "t2i_engine"]  # three steps
 NO_GATHER = ["t2i_no_gather", "i2t_no_gather"]
 DDP = ["t2i_full", "t2i_lora", "i2t_full"]
+# What the other scenarios cover between them, run with `make test-slow`.
+SLOW = [("zero3", "i2t_lora"), ("zero3", "i2t_no_gather"), ("ddp", "t2i_lora")]
 CASES = [("zero3", name) for name in LONG + NO_GATHER] + [("ddp", name) for name in DDP]
 LONG_CASES = [case for case in CASES if case[1] in LONG]
 TRAINED = {
@@ -38,13 +40,15 @@ def one(folder, tmp_path_factory) -> Runs:
 
 
 @pytest.fixture(scope="module")
-def zero3(folder, tmp_path_factory) -> Runs:
-    return launch(folder, tmp_path_factory.mktemp("zero3"), [*LONG, *NO_GATHER, "no_signal"], config="zero3")
+def zero3(request, folder, tmp_path_factory) -> Runs:
+    names = [*scenarios_of(request, "zero3", LONG + NO_GATHER), "no_signal"]
+    return launch(folder, tmp_path_factory.mktemp("zero3"), names, config="zero3")
 
 
 @pytest.fixture(scope="module")
-def ddp(folder, tmp_path_factory) -> Runs:
-    return launch(folder, tmp_path_factory.mktemp("ddp"), [*DDP, "no_signal"], config="ddp")
+def ddp(request, folder, tmp_path_factory) -> Runs:
+    names = [*scenarios_of(request, "ddp", DDP), "no_signal"]
+    return launch(folder, tmp_path_factory.mktemp("ddp"), names, config="ddp")
 
 
 @pytest.fixture
