@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .run_log import drift_over_noise, read_messages, read_series, trend_line
+from .run_log import TASKS, drift_over_noise, read_messages, read_series, trend_line
 
 COLUMNS = 4
 PANELS = {  # title -> logged key -> label
@@ -68,8 +68,12 @@ def save_curve(log_history: Sequence[Mapping[str, Any]], path: str | Path) -> Pa
 
 
 def _lines(log_history: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> dict[str, tuple[list, list]]:
-    """The series of a panel that have been logged, by label."""
-    series = {label: read_series(log_history, key) for key, label in keys.items()}
+    """The series of a panel that have been logged, by label; those of each task where both were."""
+    series = {}
+    for key, label in keys.items():
+        by_task = {f"{label} {task}".strip(): read_series(log_history, f"{key}/{task}") for task in TASKS}
+        both = all(points[0] for points in by_task.values())
+        series |= by_task if both else {label: read_series(log_history, key)}
     return {label: points for label, points in series.items() if points[0]}
 
 

@@ -22,10 +22,16 @@ from .rollouts import row_seed
 
 logger = logging.getLogger(__name__)
 
-ROW_NUMBER = "row_number"  # column of the training set
+ROW_NUMBER = "_janus_trl_row"  # column of the training set, of a name that no data set has
 TOLERANCE = 1e-6  # spread of rewards, relative to their size, that is float rounding
 EPSILON = 1e-4  # what TRL adds to a standard deviation before it divides by it
 PADDING = {"tool_mask": 1}  # of a tensor's positions behind the completion; ids have the pad id, all else 0
+
+
+def _adds_up(metric: str) -> bool:
+    """Whether a metric of one round is a part of that of all: seconds, and counts of faults and the like."""
+    counted = metric.startswith("rewards/") and not metric.endswith(("/mean", "/std"))
+    return counted or metric.startswith(("time/rollout_s", "time/reward_s"))
 
 
 def total_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -135,6 +141,7 @@ class GroupFilter:
                 share = self._round(step, rounds, drawn)
                 metrics[f"dynamic_sampling/flat_groups_{rounds}"].append(share)
             batch = self._finished(step, batch)
+            self.trainer.round_rewards = step.rewards
         metrics["dynamic_sampling/rounds"].append(float(rounds))
         metrics["dynamic_sampling/flat_groups_left"].append(step.flat.float().mean().item())
         metrics["dynamic_sampling/reward"].append(self._totals(step.rewards).nanmean().item())
@@ -183,8 +190,8 @@ class GroupFilter:
         finally:
             extra, trainer._metrics["train"], trainer.sampling_round = trainer._metrics["train"], metrics, 0
         metrics["num_tokens"] = extra["num_tokens"]
-        for name in ("time/rollout_s", "time/reward_s"):
-            metrics[name][-1] += sum(extra[name])
+        for name in [name for name in extra if _adds_up(name)]:
+            metrics[name] = [*metrics[name][:-1], sum(metrics[name][-1:] + extra[name])]
         return split_rows(batch), trainer.round_rewards
 
     def _move(self, step: _Step, candidates: list[dict], source: dict[int, int]) -> None:

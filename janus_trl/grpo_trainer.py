@@ -195,6 +195,8 @@ class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing,
             if mode == "train" and self.args.dynamic_sampling:
                 pool = self._pools[self.batch_task]
                 output = GroupFilter(self, self._generate_rows).fill(output, inputs, pool, self._batch_parts())
+            if mode == "train":
+                self._log_signal(output)  # of the rows that are trained on
             shared = self.sampling_settings(mode).images_per_reasoning
             if shared > 1:
                 output["advantages"] = advantages_per_token(
@@ -207,10 +209,7 @@ class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing,
         """TRL's rollout, rewards and advantages of rows of this rank; collective."""
         if self.task == "both":
             inputs = [row_for_task(row) for row in inputs]
-        output = super()._generate_and_score_completions(inputs)
-        if self.model.training:
-            self._log_signal(output)
-        return output
+        return super()._generate_and_score_completions(inputs)
 
     def _split_metrics(self, mode: str):
         return split_by_task(self._metrics[mode], self.batch_task if self.task == "both" else None)
@@ -223,6 +222,8 @@ class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing,
         """
         if self.shuffle_dataset and self._train_sampler is not None:
             self._train_sampler.generator.manual_seed(self.args.seed + epoch)
+        if isinstance(self._train_sampler, TaskSampler):
+            self._train_sampler.epoch = epoch
         return super()._run_epoch(model, epoch, *args, **kwargs)
 
     def _get_train_sampler(self, dataset=None):
@@ -319,9 +320,11 @@ class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing,
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log with the trend of the reward; a table of completions that cannot be written ends no run."""
         metrics, with_table = self._metrics["train" if self.model.training else "eval"], self.log_completions
-        trend = reward_trend(self.state, metrics.get("reward", []), self.args.monitor_window)
-        if self.model.training and trend is not None:
-            metrics["signal/drift_to_noise"] = [trend]
+        for ending in ("/t2i", "/i2t") if self.task == "both" and self.model.training else ("",):
+            key = f"reward{ending}"
+            trend = reward_trend(self.state, metrics.get(key, []), self.args.monitor_window, key)
+            if self.model.training and trend is not None:
+                metrics[f"signal/drift_to_noise{ending}"] = [trend]
         self.log_completions = with_table and bool(metrics)  # the summary of a run has no completions of its own
         try:
             super().log(logs, start_time)

@@ -24,6 +24,25 @@ def check_loss_options(config) -> None:
     _check_clipping(config)
     _check_entropy(config)
     _check_correction(config)
+    _check_trained(config)
+
+
+def _check_trained(config) -> None:
+    """Refuse a run whose only modality has no weight, and entropy targets of a modality that it never samples."""
+    alone = {"i2t": "text", "t2i": None if config.max_reasoning_length else "image"}.get(config.task)
+    if alone is None:
+        return
+    name, other = f"{alone}_loss_weight", "image" if alone == "text" else "text"
+    why = f"task = {config.task!r}" + (
+        f" with max_reasoning_length = {config.max_reasoning_length}" * (alone == "image")
+    )
+    if getattr(config, name) == 0:
+        raise ValueError(f"{name} = 0.0: {why} samples nothing else, so nothing is trained. Set it above 0.")
+    if getattr(config, f"entropy_target_{other}") is not None:
+        raise ValueError(
+            f"entropy_target_{other} = {getattr(config, f'entropy_target_{other}')} has no effect: {why} samples no "
+            f"{other}. Remove it."
+        )
 
 
 def _above_0(config, name: str, hint: str) -> None:
@@ -47,6 +66,11 @@ def _check_clipping(config) -> None:
         raise ValueError(
             f"{found[0]} = {getattr(config, found[0])} needs importance_sampling_level: token, since a ratio of the "
             f"whole row ({config.importance_sampling_level!r}) has no modality. Set it, or remove {found[0]}."
+        )
+    if config.loss_type == "cispo" and not found[0].startswith("epsilon_high"):
+        raise ValueError(
+            f"{found[0]} = {getattr(config, found[0])} is a distance from 1, and loss_type = 'cispo' caps the ratio "
+            f"itself at epsilon_high. Set {found[0].replace('epsilon', 'epsilon_high')}, e.g. 5.0."
         )
     if config.loss_type in ("sapo", "vespo"):
         raise ValueError(
@@ -83,6 +107,11 @@ def _check_correction(config) -> None:
     _above_0(config, "rollout_correction_max", "3.0 is TRL's for vLLM")
     at_least(config, "rollout_correction_min", 0, "leave it unset for no lower bound")
     low, high = config.rollout_correction_min, config.rollout_correction_max
+    if config.rollout_correction != "none" and not (low or 0) <= 1 <= high:
+        raise ValueError(
+            f"rollout_correction_min = {low}, rollout_correction_max = {high} must have 1 between them, the ratio "
+            "where sampler and trainer agree. 3.0 and unset are TRL's for vLLM."
+        )
     if low is not None and not low < high:
         raise ValueError(f"rollout_correction_min = {low} must be < rollout_correction_max = {high}. Lower it.")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
+TASKS = ("t2i", "i2t")
 MESSAGE = "monitor/"  # prefix of the keys under which the monitor keeps its sentences in the log
 
 
@@ -106,11 +107,17 @@ def always(rows: Sequence[Row], key: str, condition: Callable[[float], bool]) ->
 
 
 def rows_by_task(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each task of a mixed run, with the reward of that task as `reward`; else all rows."""
-    names = [name for name in ("reward/t2i", "reward/i2t") if series(rows, name)]
-    if len(names) < 2:
+    """The rows of each task of a mixed run, with what was logged of it (`reward/t2i`, …) as `reward`, …; else all rows.
+
+    In the order of `TASKS`.
+    """
+    if not all(series(rows, f"reward/{task}") for task in TASKS):
         return [list(rows)]
-    return [[{**row, "reward": row[name]} for row in rows if series([row], name)] for name in names]
+    return [[_of_task(row, f"/{task}") for row in rows if series([row], f"reward/{task}")] for task in TASKS]
+
+
+def _of_task(row: Row, ending: str) -> Row:
+    return {**row, **{key.removesuffix(ending): value for key, value in row.items() if key.endswith(ending)}}
 
 
 def drift_per_step(rows: Sequence[Row], interval: float | None = None) -> tuple[float, float]:
@@ -126,13 +133,14 @@ def drift_per_step(rows: Sequence[Row], interval: float | None = None) -> tuple[
     return ratio, math.sqrt(12 / (len(rewards) * max(1.0, interval)))
 
 
-def reward_trend(state, rewards: Sequence[float], window: int) -> float | None:
+def reward_trend(state, rewards: Sequence[float], window: int, key: str = "reward") -> float | None:
     """`signal/drift_to_noise`: `drift_per_step` over the last `window` steps, up to the step that is being logged.
 
     Args:
         state: the trainer's state, with the log so far.
         rewards: mean rewards of the rollouts since the last row.
         window: steps.
+        key: `reward`, or that of a task, `reward/t2i`.
 
     Returns:
         The ratio; None without a reward, with fewer than ten rows, and for a line without noise.
@@ -140,8 +148,9 @@ def reward_trend(state, rewards: Sequence[float], window: int) -> float | None:
     finite = [reward for reward in rewards if math.isfinite(reward)]
     if not finite:
         return None
-    rows = training_rows(state.log_history)
-    rows.append({"step": state.global_step, "reward": statistics.fmean(finite)})
+    rows = [*training_rows(state.log_history), {"step": state.global_step, key: statistics.fmean(finite)}]
+    interval = logging_interval(rows)  # steps that a row averages
+    rows = [{"step": row["step"], "reward": row[key]} for row in rows if series([row], key)]
     count = math.ceil(window / max(1.0, logging_interval(rows)))
-    ratio, _ = drift_per_step(rows[-max(10, count) :])
+    ratio, _ = drift_per_step(rows[-max(10, count) :], interval)
     return ratio if math.isfinite(ratio) else None

@@ -7,9 +7,19 @@ over steps, not over rows, so that `logging_steps` does not change when a rule s
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from .run_log import Row, always, drift_over_noise, drift_per_step, last_steps, logging_interval, rows_by_task, series
+from .run_log import (
+    TASKS,
+    Row,
+    always,
+    drift_over_noise,
+    drift_per_step,
+    last_steps,
+    logging_interval,
+    rows_by_task,
+    series,
+)
 
 MOST_PROMPT_VARIANCE = 0.8  # UniRL#141 learned nothing at 0.89; the tiny runs have 0.1 to 0.5
 LARGE_KL = 1.0  # nats a token: with 576 codes the reference finds a picture e^-576 as likely
@@ -66,7 +76,9 @@ def no_signal(rows: Sequence[Row], settings: SignalSettings) -> str | None:
     start = f"No group of the last {settings.patience} steps had any spread of rewards, so nothing is learned: "
     if always(recent, "signal/duplicates", lambda share: share > 0.99):
         return f"{start}{COPIES}. {LESS_COPIES}"
-    mean, between = statistics.fmean(series(recent, "reward")), max(series(recent, "signal/between_group_std"))
+    rewards = series(recent, "reward")  # a rollout of one prompt has no spread between groups, but the steps have
+    mean, between = statistics.fmean(rewards), max(series(recent, "signal/between_group_std"))
+    between = max(between, statistics.pstdev(rewards))
     if between > 1e-6 * abs(mean):
         return (
             f"{start}rewards differ between prompts (standard deviation {between:.2g}) but never between the "
@@ -77,6 +89,18 @@ def no_signal(rows: Sequence[Row], settings: SignalSettings) -> str | None:
         f"{start}every completion got the reward {mean:.4g}. Check the reward on a few completions by hand, use a "
         "finer one, or easier (harder) prompts."
     )
+
+
+def no_signal_of_a_task(rows: Sequence[Row], settings: SignalSettings) -> str | None:
+    """In a run of both tasks, all groups of one are flat, while the other learns."""
+    parts = rows_by_task(rows)
+    if len(parts) < 2 or not last_steps(rows, settings.patience) or no_signal(rows, settings):
+        return None
+    for task, part in zip(TASKS, parts, strict=True):
+        patience = math.ceil(settings.patience * len(rows) / len(part))  # as many rollouts of the task
+        if sentence := no_signal(part, replace(settings, patience=patience)):
+            return f"Task {task}: {sentence[0].lower()}{sentence[1:]}"
+    return None
 
 
 def zero_gradient(rows: Sequence[Row], settings: SignalSettings) -> str | None:
@@ -184,10 +208,10 @@ def falling_reward(rows: Sequence[Row], settings: SignalSettings) -> str | None:
 
 def entropy(rows: Sequence[Row], settings: SignalSettings, name: str) -> str | None:
     """Entropy of one modality near 0, or half-way from its start to that of random ids."""
-    key, recent = f"entropy/{name}", last_steps(rows, settings.patience)
-    values, first = series(recent, key), series(rows[: len(recent)], key)
-    if not values or len(rows) < 2 * len(recent):
+    count, found = len(last_steps(rows, settings.patience)), series(rows, f"entropy/{name}")
+    if not count or len(found) < 2 * count:  # in a run of both tasks, not every row has ids of this modality
         return None
+    first, values = found[:count], found[-count:]
     start, now = statistics.fmean(first), statistics.median(values)
     if start > 0 and max(values) < COLLAPSED * start:
         return (
@@ -210,8 +234,8 @@ def kl_explosion(rows: Sequence[Row], settings: SignalSettings) -> str | None:
     if not values or (statistics.median(values) < LARGE_KL and values[-1] < HUGE_KL):
         return None
     kl = statistics.median(values) if statistics.median(values) >= LARGE_KL else values[-1]
-    rewards = series(rows[-max(10, len(recent)) :], "reward")
-    rising = drift_over_noise(rewards) > 0 if len(rewards) > 2 else False
+    ends = [series(part[-max(10, len(recent)) :], "reward") for part in rows_by_task(rows)]
+    rising = any(len(rewards) > 2 and drift_over_noise(rewards) > 0 for rewards in ends)
     start = "The reward rises while the" if rising else "The"
     meaning = "it is probably the reward that is being fooled; look at the samples" if rising else "it is far off"
     return (
@@ -240,23 +264,25 @@ def replay_drift(rows: Sequence[Row], settings: SignalSettings) -> str | None:
 
 def gradient_spikes(rows: Sequence[Row], settings: SignalSettings) -> str | None:
     """Two of the last steps have ten times the usual gradient norm."""
-    recent = rows[-max(settings.patience, 2) :]
-    usual = [norm for norm in series(rows[-settings.window :], "grad_norm") if norm > 0]
-    if len(usual) < 10:
-        return None
-    median, spikes = statistics.median(usual), series(recent, "grad_norm")
-    spikes = [norm for norm in spikes if norm > SPIKE * median]
-    if len(spikes) < 2:
-        return None
-    return (
-        f"The gradient norm spikes: {max(spikes):.3g} where {median:.3g} is usual, {len(spikes)} times in the last "
-        f"{len(recent)} logged steps. Lower learning_rate or max_grad_norm, and look at the samples."
-    )
+    for part in rows_by_task(rows):  # the norms of two tasks may well differ by more than that
+        recent = part[-max(settings.patience, 2) :]
+        usual = [norm for norm in series(part[-settings.window :], "grad_norm") if norm > 0]
+        if len(usual) < 10:
+            continue
+        median = statistics.median(usual)
+        spikes = [norm for norm in series(recent, "grad_norm") if norm > SPIKE * median]
+        if len(spikes) >= 2:
+            return (
+                f"The gradient norm spikes: {max(spikes):.3g} where {median:.3g} is usual, {len(spikes)} times in the "
+                f"last {len(recent)} logged steps. Lower learning_rate or max_grad_norm, and look at the samples."
+            )
+    return None
 
 
 RULES: dict[str, Callable[[Sequence[Row], SignalSettings], str | None]] = {
     "unscorable": unscorable,
     "no_signal": no_signal,
+    "no_signal_of_a_task": no_signal_of_a_task,
     "zero_gradient": zero_gradient,
     "zero_learning_rate": zero_learning_rate,
     "prompt_variance": prompt_variance,
@@ -270,7 +296,7 @@ RULES: dict[str, Callable[[Sequence[Row], SignalSettings], str | None]] = {
 }
 DEAD = ("unscorable", "no_signal", "zero_gradient", "zero_learning_rate")  # no weight will ever move
 CONSEQUENCES = {  # what a cause that was told explains too
-    **{cause: ("flat_reward", "prompt_variance") for cause in DEAD},
+    **{cause: ("flat_reward", "prompt_variance", "no_signal_of_a_task") for cause in DEAD},
     "falling_reward": ("flat_reward",),
     "entropy_text": ("gradient_spikes",),  # against a median of almost nothing
     "entropy_image": ("gradient_spikes",),

@@ -86,7 +86,8 @@ class TaskSampler(RepeatSampler):
     """TRL's sampler, whose batches of prompts hold one task each, in shares that every stretch of a run keeps.
 
     Batch `b` belongs to the task that is furthest behind its share of `b + 1` batches. A task whose rows are used up
-    starts again in a new order. An epoch has as many batches as all rows would fill.
+    starts again in a new order. An epoch has as many batches as all rows would fill; the next one goes on counting, so
+    that short epochs keep the shares too (and draw a task whose share is less than a batch of an epoch).
 
     Args:
         rows: numbers of the rows of each task.
@@ -97,6 +98,7 @@ class TaskSampler(RepeatSampler):
     def __init__(self, rows: Mapping[str, list[int]], proportions: Mapping[str, float], **options):
         super().__init__(data_source=range(sum(map(len, rows.values()))), **options)
         self.rows, self.proportions = rows, proportions
+        self.epoch = 0
 
     @classmethod
     def like(cls, sampler: RepeatSampler, rows: Mapping[str, list[int]], proportions: Mapping[str, float]):
@@ -106,10 +108,12 @@ class TaskSampler(RepeatSampler):
 
     def __iter__(self) -> Iterator[int]:
         batches = {task: self._batches(self.rows[task]) for task in self.proportions}
-        drawn = dict.fromkeys(batches, 0)
-        for number in range(1, self.num_samples // self.batch_size + 1):
+        drawn, count = dict.fromkeys(batches, 0), self.num_samples // self.batch_size
+        for number in range(1, (self.epoch + 1) * count + 1):
             task = max(drawn, key=lambda name: self.proportions[name] * number - drawn[name])
             drawn[task] += 1
+            if number <= self.epoch * count:  # of an epoch before
+                continue
             batch = next(batches[task])
             for _ in range(self.repeat_count):
                 for row in batch:

@@ -186,6 +186,25 @@ def test_groups_that_stay_flat_have_advantage_zero_and_warn_once(trainer_of, cap
         assert log["grad_norm"] == 0
 
 
+def test_what_is_trained_on_decides_whether_there_is_signal(trainer_of):
+    holder = {}
+
+    def reward(prompts, **_):  # the first sampling is flat, and one of its rows a fault
+        first = holder["trainer"].sampling_round == 0
+        return [0.5 if first else (NAN if i == 0 else 0.1 * i) for i in range(len(prompts))]
+
+    trainer = holder["trainer"] = trainer_of(
+        reward, prompts_dataset(LETTERS), dynamic_sampling=True, max_steps=4, no_signal_patience=2,
+        stop_on_no_signal=True,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 4 and not any("monitor/" in str(list(row)) for row in trainer.state.log_history)
+    for log in steps(trainer):
+        assert log["dynamic_sampling/flat_groups_0"] == 1 and log["signal/flat_groups"] == 0
+        assert log["signal/within_group_std"] == pytest.approx(0.1) and log["signal/advantage_abs_mean"] > 0.4
+        assert log["rewards/reward/nan"] == 1  # of all rounds
+
+
 def test_without_flat_groups_nothing_changes(trainer_of):
     runs = []
     for dynamic_sampling in (False, True):

@@ -69,7 +69,8 @@ def test_a_target_above_the_entropy_of_uniform_ids_is_refused_before_weights_loa
 
     monkeypatch.setattr(JanusForInterleavedGeneration, "from_pretrained", refuse)
     target = math.log(count) + 1e-3
-    args = JanusGRPOConfig(output_dir=str(tmp_path), report_to="none", **{f"entropy_target_{name}": target})
+    options = {"max_reasoning_length": 6, f"entropy_target_{name}": target}
+    args = JanusGRPOConfig(output_dir=str(tmp_path), report_to="none", **options)
     message = f"entropy_target_{name} = {target} must be <= ln {count} = {math.log(count):.3f} nats"
     with pytest.raises(ValueError, match=re.escape(message)):
         JanusGRPOTrainer(janus_folder, ascending, args, prompts_dataset())
@@ -77,7 +78,7 @@ def test_a_target_above_the_entropy_of_uniform_ids_is_refused_before_weights_loa
 
 @pytest.mark.parametrize(("name", "count"), TARGETS)
 def test_a_target_at_the_bound_is_accepted(tmp_path, name, count):
-    options = {f"entropy_target_{name}": math.log(count) - 1e-9}
+    options = {"max_reasoning_length": 6, f"entropy_target_{name}": math.log(count) - 1e-9}
     args = JanusGRPOConfig(output_dir=str(tmp_path), report_to="none", **options)
     check_entropy_targets(args, build_config(build_processor()))
 
@@ -85,3 +86,30 @@ def test_a_target_at_the_bound_is_accepted(tmp_path, name, count):
 def test_the_script_refuses_the_target_in_its_dry_run():
     with pytest.raises(ValueError, match=r"entropy_target_image = 9.0 must be <= ln 128 = 4.852 nats.*Lower it"):
         grpo.configure(["--config", "recipes/tiny/t2i.yaml", "--entropy_target_image", "9.0", "--dry_run", "true"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"image_loss_weight": 0.0},
+            "image_loss_weight = 0.0: task = 't2i' with max_reasoning_length = 0 samples nothing",
+        ),
+        ({"task": "i2t", "text_loss_weight": 0.0}, "text_loss_weight = 0.0: task = 'i2t' samples nothing else"),
+        (
+            {"entropy_target_text": 1.0},
+            "entropy_target_text = 1.0 has no effect: task = 't2i' with max_reasoning_length",
+        ),
+        (
+            {"task": "i2t", "entropy_target_image": 1.0},
+            "entropy_target_image = 1.0 has no effect: task = 'i2t' samples no",
+        ),
+        (
+            {"loss_type": "cispo", "epsilon_image": 0.2},
+            "epsilon_image = 0.2 is a distance from 1, and loss_type = 'cispo'",
+        ),
+    ],
+)
+def test_options_that_leave_nothing_to_train_or_have_no_effect_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        JanusGRPOConfig(output_dir=str(tmp_path), report_to="none", **options)

@@ -13,7 +13,7 @@ from transformers import TrainerControl
 from janus_trl.configs import JanusGRPOConfig
 from janus_trl.monitor import SignalMonitorCallback, monitor_settings
 from janus_trl.run_log import read_messages
-from janus_trl.signal_rules import RULES, SignalSettings, flat_reward
+from janus_trl.signal_rules import DEAD, RULES, SignalSettings, flat_reward
 from tests.grpo import ascending, steps
 
 HEALTHY = sorted((Path(__file__).parent / "data").glob("log_tiny_*.json"))
@@ -314,6 +314,38 @@ def test_tasks_of_a_mixed_run_are_judged_apart():
     assert causes(mixed(rising, falling)) == ["falling_reward"]
 
 
+def of_task(row: dict, task: str) -> dict:
+    return row | {f"{key}/{task}": value for key, value in row.items() if key not in ("step", "grad_norm")}
+
+
+def in_turn(order: str, **of: dict) -> list[dict]:
+    """Rows of both tasks, `t` or `i` for each."""
+    names = {"t": "t2i", "i": "i2t"}
+    rows = zip(rows_of(len(order)), order, strict=True)
+    return [of_task({**row, **of.get(names[letter], {})}, names[letter]) for row, letter in rows]
+
+
+def test_a_task_without_signal_is_named_and_ends_no_run():
+    settings = SignalSettings(patience=10)
+    ((step, cause, sentence),) = listen(in_turn("ti" * 20, t2i=FLAT), settings)
+    assert (step, cause) == (19, "no_signal_of_a_task") and sentence.startswith("Task t2i: no group")
+    assert cause not in DEAD
+    assert causes(in_turn("ti" * 20, t2i=FLAT, i2t=FLAT), settings) == ["no_signal"]
+
+
+def test_norms_and_entropies_of_a_rare_task_are_judged_by_its_own():
+    rows = in_turn("iiiiiiiiiiiit" * 6, t2i={"grad_norm": 15.0})
+    for row in rows:
+        del row["entropy/text" if "reward/t2i" in row else "entropy/image"]
+    assert causes(rows) == []
+
+
+def test_rollouts_of_one_prompt_that_differ_in_difficulty_do_not_read_as_one_constant():
+    rows = [{**row, "reward": 0.1 * i} for i, row in enumerate(rows_of(10, **FLAT))]
+    ((_, _, sentence),) = listen(rows, SignalSettings(patience=10))
+    assert "rewards differ between prompts" in sentence
+
+
 # ---- healthy runs ---------------------------------------------------------------------------------------------------
 
 
@@ -361,5 +393,12 @@ def test_simulated_healthy_runs_are_left_alone_in_99_of_100():
 
 def test_every_rule_has_a_dead_run_that_it_names():
     named = {cause for cause, *_ in DEAD_RUNS.values()}
-    others = {"replay_drift", "gradient_spikes", "flat_reward", "falling_reward", "entropy_text"}  # tested one by one
+    others = {
+        "no_signal_of_a_task",
+        "replay_drift",
+        "gradient_spikes",
+        "flat_reward",
+        "falling_reward",
+        "entropy_text",
+    }  # tested one by one
     assert named | others == set(RULES)

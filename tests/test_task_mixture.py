@@ -44,6 +44,16 @@ def test_every_stretch_of_batches_keeps_the_shares(shares, expected):
     assert all(Counter(batch).most_common()[0][1] == 2 == min(Counter(batch).values()) for batch in repeats)
 
 
+@pytest.mark.parametrize(("shares", "batch_size"), [((0.5, 0.5), 10), ((0.75, 0.25), 12), ((0.9, 0.1), 8)])
+def test_short_epochs_keep_the_shares_together(shares, batch_size):
+    one = sampler(shares, batch_size=batch_size, repeat_count=1, mini_repeat_count=1)
+    counts = Counter()
+    for one.epoch in range(20):
+        counts.update(task_of(batch[0]) for batch in batches(list(one), batch_size))
+    total = sum(counts.values())
+    assert all(abs(counts[task] - share * total) < 1 for task, share in zip(ROWS, shares, strict=True)), counts
+
+
 def test_rows_of_a_task_come_up_once_before_they_repeat():
     rows = list(dict.fromkeys(batches(list(sampler(repeat_count=1, mini_repeat_count=1)), 4)[0]))
     first, again, other = (list(sampler(repeat_count=1, mini_repeat_count=1, seed=s)) for s in (0, 0, 1))
