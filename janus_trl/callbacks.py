@@ -179,7 +179,7 @@ class SampleGridCallback(_DrawingCallback):
             return
         self._last_step = step
         items = self.sample_fn(step)
-        if state.is_world_process_zero:
+        if items and state.is_world_process_zero:
             path = Path(args.output_dir) / "samples" / f"step-{step:06d}.png"
             texts = path.with_suffix(".jsonl")
             drawn = self._draw(path, lambda: (save_texts(items, texts), save_grid(items, path, self.scale)))

@@ -35,6 +35,12 @@ def versions() -> dict[str, str]:
     return {name: package.__version__ for name, package in packages.items()}
 
 
+def sampling_facts(args: Any) -> dict[str, Any]:
+    """What `generate`, `evaluate` and the card of a merged checkpoint repeat of a run's arguments."""
+    names = ("max_reasoning_length", "max_completion_length", "guidance_scale", "prompt_template")
+    return {"sampling": {name: getattr(args, name, None) for name in names}}
+
+
 def write_manifest(folder: Path, **facts: Any) -> None:
     """Write `janus_trl.json`: `facts`, versions, and every file of `folder` with its size in bytes."""
     files = {
@@ -92,6 +98,8 @@ def publish_files(unfinished: Path, final: Path) -> None:
         for old in [*final.glob("*model*.safetensors"), *final.glob("*model*.safetensors.index.json")]:
             if old.name not in written:  # shards of an older save: they would be read with the new ones
                 old.unlink()
+        if "adapter_config.json" not in written:  # of an older save: transformers would look for its weights
+            (final / "adapter_config.json").unlink(missing_ok=True)
     shutil.rmtree(unfinished.parent, ignore_errors=True)
 
 

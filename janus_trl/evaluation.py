@@ -52,9 +52,18 @@ def conversation(row: dict) -> list[dict]:
     return [{"role": "user", "content": [{"type": "text", "text": row["prompt"]}]}]
 
 
-def weighted_totals(rewards: RewardSet, values: list[list[float | None]]) -> list[float]:
-    """Weighted sum per row; an unscorable value counts as 0, as in training."""
-    return [sum(w * (v or 0.0) for w, v in zip(rewards.weights, row)) for row in zip(*values)]
+def weighted_totals(rewards: RewardSet, values: list[list[float | None]]) -> list[float | None]:
+    """Weighted sum per row, as in training: None counts as 0 beside other values, and a row of None alone has no sum.
+
+    Nor has a row in which a reward with a weight was not finite or failed (`Scores.faults`, `Scores.failed`).
+    """
+    trained = [(w, column) for w, column in zip(rewards.weights, values) if w != 0]
+    out = {row for _, column in trained for name in ("faults", "failed") for row in getattr(column, name, ())}
+    rows = enumerate(zip(*(column for _, column in trained)))
+    return [
+        None if i in out or all(v is None for v in row) else sum(w * (v or 0.0) for (w, _), v in zip(trained, row))
+        for i, row in rows
+    ]
 
 
 def mean_and_error(values: Sequence[float | None]) -> dict[str, float | int | None]:
@@ -108,9 +117,10 @@ def figures(rewards: RewardSet, values: list[list[float | None]], categories: Se
     return line
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float | int | None]:
+def difference(ours: Sequence[float | None], theirs: Sequence[float | None]) -> dict[str, float | int | None]:
     """Mean of the row-wise differences and its standard error: both models had the same rows and seeds."""
-    return mean_and_error([a - b for a, b in zip(ours, theirs, strict=True)])
+    pairs = zip(ours, theirs, strict=True)
+    return mean_and_error([a - b for a, b in pairs if a is not None and b is not None])
 
 
 def comparison_table(names: tuple[str, str], first: dict, second: dict, gain: dict) -> str:

@@ -9,6 +9,7 @@ from accelerate import PartialState
 from peft import PeftConfig, PeftModel
 from transformers import JanusProcessor
 
+from .checkpoints import read_manifest
 from .engine import DecodeEngine, supports
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
 from .picture_decoder import PictureDecoder
@@ -21,6 +22,12 @@ SAMPLE_BYTES = 65536  # of each weight file, for the fingerprint
 def is_adapter(folder: str | None) -> bool:
     """Whether a folder holds a PEFT adapter instead of a model."""
     return folder is not None and (Path(folder) / "adapter_config.json").is_file()
+
+
+def trained_length(folder: str | None, task: str) -> int | None:
+    """Text tokens at most with which a checkpoint of ours was trained; None where its folder does not say."""
+    sampling = read_manifest(folder or "").get("sampling", {})
+    return sampling.get({"t2i": "max_reasoning_length", "i2t": "max_completion_length"}[task])
 
 
 def base_checkpoint(name: str | None) -> str:

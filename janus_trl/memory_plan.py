@@ -146,7 +146,8 @@ def _rollout(plan: Plan, config: JanusConfig) -> None:
     element = 2 if run.mixed or run.weight_bytes == 2 else 4
     phases = PHASES if run.keep_buffers else ("rollout",)
     rows = min(run.rollout_batch_size or run.rows, run.rows)
-    draws, streams = run.task == "t2i", 2 if run.guided else 1
+    guided = run.guided if run.sampled_guided is None else run.sampled_guided
+    draws, streams = run.task == "t2i", 2 if guided else 1
     codes = config.vq_config.num_patches**2 if draws else 0
     slots = run.prompt_length + run.text_length + codes + 1
     slots = -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE

@@ -82,7 +82,8 @@ class Run:
     rollout_batch_size: int | None = None
     prompt_length: int = 32
     text_length: int = 0
-    guided: bool = True
+    guided: bool = True  # the replay runs both streams
+    sampled_guided: bool | None = None  # the rollout does; as the replay if None
     reference: bool = False
     checkpointing: bool = True
     detach: bool = False
@@ -114,6 +115,7 @@ class Run:
             "prompt_length": prompt_length,
             "text_length": args.max_reasoning_length if draws else args.max_completion_length,
             "guided": draws and args.guidance_scale != 1 and args.logp_guidance == "guided",
+            "sampled_guided": draws and args.guidance_scale != 1,
             "reference": args.beta != 0,
             "checkpointing": args.gradient_checkpointing,
             "detach": args.detach_unconditional,

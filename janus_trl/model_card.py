@@ -66,11 +66,21 @@ def merged_card(adapter: str, base: str, output_dir: str, comparisons: list[str]
         f"# {Path(output_dir).name}",
         f"{known or 'A Janus checkpoint'} with the adapter {folder.name} merged into it, trained by janus_trl.",
         f"Compared with base and adapter on one prompt:\n\n{measured}",
-        snippet(Usage(Path(output_dir).name), task),
+        snippet(_merged_usage(Path(output_dir).name, facts.get("sampling", {})), task),
         _recipe(folder),
         _versions(),
     ]
     return "\n\n".join(part for part in sections if part) + "\n"
+
+
+def _merged_usage(name: str, sampling: dict[str, Any]) -> Usage:
+    return Usage(
+        name,
+        template=sampling.get("prompt_template") or "{prompt}",
+        guidance_scale=sampling.get("guidance_scale") or 5.0,
+        reasoning_length=sampling.get("max_reasoning_length") or 0,
+        answer_length=sampling.get("max_completion_length") or 256,
+    )
 
 
 def _front_matter(base: str | None, method: str, task: str | None, adapter: bool) -> str:

@@ -56,7 +56,7 @@ def parse_recipe(classes: tuple[type, ...], argv: list[str]) -> tuple[Any, ...]:
     Raises:
         ValueError: on a missing file, an unknown option (with the nearest one) or a value that does not fit.
     """
-    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    argv = config_apart(argv)
     names = {field.name: None for cls in classes for field in fields(cls) if field.init}
     if "--config" in argv:
         where = argv.index("--config") + 1
@@ -66,6 +66,11 @@ def parse_recipe(classes: tuple[type, ...], argv: list[str]) -> tuple[Any, ...]:
             if key not in names and key != "env":
                 raise ValueError(unknown_option(str(key), names, argv[where]))
     return RecipeParser(classes).parse_args_and_config(argv)
+
+
+def config_apart(argv: list[str]) -> list[str]:
+    """`argv` with `--config=PATH` as two words."""
+    return [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
 
 
 def read_recipe(path: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Outcome:
         values: One number or None per row, with faults and counts.
         seconds: Wall time of the call.
         error: What it raised.
-        failed: Rows without a value because it raised or ran out of time.
+        failed: Rows without a value because it raised, ran out of time, or says so in `Scores.failed`.
         timed_out: Whether the time limit cut it off.
         note: Row and error for a message; empty if nothing was raised.
     """
@@ -89,7 +89,7 @@ class GuardedReward:
             values = check_values(self.__name__, self._call(**arguments), len(arguments["completions"]))
         except Exception as error:  # raised again, or counted, by `settle`
             return self._failure(arguments, start, error)
-        return Outcome(values, time.perf_counter() - start)
+        return Outcome(values, time.perf_counter() - start, failed=values.failed)
 
     async def score_async(self, arguments: dict[str, Any], timeout: float | None) -> Outcome:
         """Await an `async` function, for `timeout` seconds at most."""
@@ -103,12 +103,13 @@ class GuardedReward:
             values = check_values(self.__name__, task.result(), len(arguments["completions"]))
         except (Exception, asyncio.CancelledError) as error:
             return self._failure(arguments, start, error)
-        return Outcome(values, time.perf_counter() - start)
+        return Outcome(values, time.perf_counter() - start, failed=values.failed)
 
     def _failure(self, arguments: dict[str, Any], start: float, error: BaseException | None = None) -> Outcome:
         rows = len(arguments["completions"])
         spent = time.perf_counter() - start
-        return Outcome(Scores([None] * rows), spent, error, tuple(range(rows)), timed_out=error is None)
+        scores = Scores([None] * rows, counts=getattr(error, "counts", None))
+        return Outcome(scores, spent, error, tuple(range(rows)), timed_out=error is None)
 
     def score_rows(self, arguments: dict[str, Any], until_first: bool) -> None:
         """After an exception: score row by row for a few seconds, which tells the rows that raise.
@@ -129,7 +130,7 @@ class GuardedReward:
         if raising:
             outcome.error.row = raising[0]
         if not until_first:
-            outcome.failed = tuple(row for row in outcome.failed if row not in scored)
+            outcome.failed = tuple(row for row in outcome.failed if row not in scored or scored[row].failed)
             outcome.values = Scores(
                 [scored[row][0] if row in scored else None for row in range(len(outcome.values))],
                 {row: values.faults[0] for row, values in scored.items() if values.faults},

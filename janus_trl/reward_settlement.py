@@ -6,8 +6,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from .reward_guard import FAILED, NOT_FINITE, GuardedReward, Outcome
+from .reward_guard import NOT_FINITE, GuardedReward, Outcome
 from .rewards.calling import Scores
+from .rewards.http_calls import NoAnswer
 
 
 def settle(
@@ -33,14 +34,21 @@ def settle(
     """
     outcomes = [function.outcome or Outcome(Scores(), 0.0) for function in functions]
     here = [
-        {"seconds": o.seconds, "counts": o.values.counts, "timeouts": o.timed_out * len(o.failed), "note": o.note}
+        {
+            "seconds": o.seconds,
+            "counts": o.values.counts,
+            "timeouts": o.timed_out * len(o.failed),
+            "errors": (o.error is not None) * len(o.failed),
+            "note": o.note,
+            "unanswered": isinstance(o.error, NoAnswer),
+        }
         for o in outcomes
     ]
     ranks = gather_object([here])  # [rank][reward]
     for function in functions:
         function.outcome = None
     if functions[0].calls.on_error == "raise":
-        _raise(functions, ranks, next((o.error for o in outcomes if o.error is not None), None))
+        _raise(functions, ranks, next((o.error for o in outcomes if o.error is not None), None), len(rewards))
     if metrics is not None:
         _log(functions, rewards, ranks, metrics)
     trained = weights.to(rewards.device) != 0
@@ -50,12 +58,14 @@ def settle(
     return rewards.masked_fill(out[:, None], torch.nan)
 
 
-def _raise(functions: Sequence[GuardedReward], ranks: list[list[dict]], cause: BaseException | None) -> None:
+def _raise(functions: Sequence[GuardedReward], ranks: list[list[dict]], cause: BaseException | None, rows: int) -> None:
+    # A rank may have a single row: a service is gone only if it answered none of the rows of all ranks.
+    excused = {i for i in range(len(functions)) if rows == 1 or not all(of_rank[i]["unanswered"] for of_rank in ranks)}
     notes = [
         f"reward '{function.__name__}' failed on rank {rank}{of_rank[i]['note']}"
         for rank, of_rank in enumerate(ranks)
         for i, function in enumerate(functions)
-        if of_rank[i]["note"]
+        if of_rank[i]["note"] and not (of_rank[i]["unanswered"] and i in excused)
     ]
     if notes:
         raise RuntimeError("; ".join(notes)) from cause
@@ -70,7 +80,7 @@ def _log(functions: Sequence[GuardedReward], rewards: torch.Tensor, ranks: list[
         if function.is_async and calls.timeout is not None:
             counts["timeouts"] = timeouts
         if calls.on_error != "raise":
-            counts["errors"] = (rewards[:, i] == FAILED).sum().item() - timeouts
+            counts["errors"] = sum(one["errors"] for one in told)
         for key in sorted({key for one in told for key in one["counts"]}):
             counts[key] = sum(one["counts"].get(key, 0) for one in told)
         for key, count in counts.items():

@@ -42,6 +42,7 @@ def out_of_memory_message(
     size = min(settings.batch_size or rows, rows)
     per_row = row_bytes(config, settings, prompt_length, element_size)
     fits = min(int(free_bytes * USABLE // per_row), size - 1)
+    fits -= fits % settings.images_per_reasoning
     used = f"rollout_batch_size = {size}" + ("" if settings.batch_size else f" (unset: all {rows} rows at once)")
     said = (
         f"Out of memory in a rollout with {used}: a row takes about {per_row / 2**30:.2f} GiB and "

@@ -16,6 +16,7 @@ from .checkpoints import (
     newest_whole,
     publish,
     publish_files,
+    sampling_facts,
     write_manifest,
 )
 from .hub import HubPushing
@@ -212,7 +213,7 @@ class Checkpointing(HubPushing):
     def _facts(self) -> dict[str, Any]:
         base = hub_id(self.base_model, self.args.base_model_id)
         facts = {"base_model": base, "adapter": is_peft_model(self.model), "processes": self.args.world_size}
-        return {**facts, "task": getattr(self, "task", None), "method": self._name}
+        return {**facts, **sampling_facts(self.args), "task": getattr(self, "task", None), "method": self._name}
 
     def _make_empty(self, folder: Path) -> None:
         """Remove what a killed run left there; collective."""
@@ -283,7 +284,8 @@ class RolloutCheckpointing(Checkpointing):
     """With the position of GRPO inside a rollout: TRL restores neither the counter nor the rollout (trl#3148)."""
 
     def _progress(self) -> dict[str, Any]:
-        return {"micro_step": self._step, "micro_steps_per_rollout": self._micro_steps_per_rollout}
+        rollout = {"micro_steps_per_rollout": self._micro_steps_per_rollout, "processes": self.args.world_size}
+        return {"micro_step": self._step, **rollout}
 
     @property
     def _micro_steps_per_rollout(self) -> int:
@@ -296,5 +298,6 @@ class RolloutCheckpointing(Checkpointing):
         """Without its tensors (another number of processes) the rollout is made again, with the same prompts."""
         accumulation = self.args.gradient_accumulation_steps
         self._step = progress.get("micro_step", self.state.global_step * accumulation)
-        same = progress.get("micro_steps_per_rollout") == self._micro_steps_per_rollout
+        now = self._progress()
+        same = all(progress.get(name) == now[name] for name in ("micro_steps_per_rollout", "processes"))
         self._buffered_inputs = rank_state if same else None

@@ -115,3 +115,14 @@ def test_a_model_saved_again_leaves_no_shard_of_the_older_one(tmp_path):
     (new / "model.safetensors").write_text("new")
     publish_files(new, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "model.safetensors", "samples"]
+
+
+def test_a_whole_model_saved_over_an_adapter_leaves_no_adapter(tmp_path):
+    final = tmp_path / "out"
+    for names in (("adapter_model.safetensors", "adapter_config.json"), ("model.safetensors", "config.json")):
+        unfinished = final / "_unfinished" / "model"
+        unfinished.mkdir(parents=True)
+        for name in names:
+            (unfinished / name).write_text("{}")
+        publish_files(unfinished, final)
+    assert {path.name for path in final.iterdir()} == {"model.safetensors", "config.json"}

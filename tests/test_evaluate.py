@@ -10,8 +10,10 @@ from peft import get_peft_model
 from PIL import Image
 from trl import ModelConfig
 
+from janus_trl.evaluation import difference, weighted_totals
 from janus_trl.modeling import JanusForInterleavedGeneration, bind_special_ids
 from janus_trl.recipe import resolve_model
+from janus_trl.rewards import RewardSet, Scores
 from janus_trl.rewards.multiple_choice import multiple_choice_reward
 from janus_trl.sampling import SamplingSettings, rollout, row_seed
 from janus_trl.script_arguments import lora_config
@@ -102,6 +104,18 @@ def test_total_is_the_weighted_sum_and_unscorable_rows_are_counted_out(evaluated
     assert line["rewards"]["every_other"] == {"mean": 4.0, "standard_error": 0.0, "rows": 2}
     assert line["rewards"]["two"]["mean"] == 2.0
     assert line["reward"]["mean"] == pytest.approx((0.5 * 4 + 2 + 2) / 2)
+
+
+def test_rows_that_no_trained_reward_scores_are_left_out_of_the_total_as_in_training():
+    def named(name):
+        function = lambda **_: None  # noqa: E731
+        function.__name__ = name
+        return function
+
+    rewards = RewardSet([named("judge"), named("style"), named("watch")], [1.0, 2.0, 0.0])
+    judge, style = Scores([1.0, None, None, None], failed=[3]), [0.5, None, 0.5, 0.5]
+    assert weighted_totals(rewards, [judge, style, [9.0] * 4]) == [2.0, None, 1.0, None]
+    assert difference([2.0, None, 1.0], [1.0, 5.0, None]) == {"mean": 1.0, "standard_error": None, "rows": 1}
 
 
 def test_an_adapter_is_applied_to_its_base(evaluated, tmp_path):

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -20,6 +21,7 @@ from janus_trl.configs import JanusGRPOConfig, JanusSFTConfig
 from janus_trl.hub import check_write_access, upload_command
 from janus_trl.modeling import JanusForInterleavedGeneration
 from janus_trl.scripts import grpo
+from janus_trl.scripts.run import keep_recipe
 from tests.grpo import lora
 from tests.hub_server import TOKEN, HubServer, hub
 
@@ -178,3 +180,14 @@ def test_a_push_that_fails_in_the_background_is_reported(server, trainer_of, cap
 def test_sft_takes_the_same_fields():
     fields = {"base_model_id", "push_to_hub", "hub_model_id"}
     assert fields <= set(JanusSFTConfig.__dataclass_fields__) & set(JanusGRPOConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("where", ["command line", "recipe"])
+def test_no_token_reaches_the_recipe_that_is_pushed(tmp_path, where):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("task: t2i\n" + ('hub_token: "hf_secret"  # mine\n' if where == "recipe" else ""))
+    words = ["--hub_token", "hf_secret", "--seed", "1"] if where == "command line" else ["--seed", "1"]
+    accelerator, args = SimpleNamespace(is_main_process=True), SimpleNamespace(output_dir=str(tmp_path / "out"))
+    keep_recipe(SimpleNamespace(accelerator=accelerator, args=args), [f"--config={recipe}", *words])
+    kept = (tmp_path / "out" / "recipe.yaml").read_text()
+    assert "hf_secret" not in kept and "hub_token" in kept and "--seed 1" in kept

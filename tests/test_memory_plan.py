@@ -340,3 +340,12 @@ def test_planned_activations_are_those_that_a_backward_allocates():
     (few, planned_few), (many, planned_many) = map(backward_peak, (2, 6))
     assert planned_few == pytest.approx(few, rel=0.15)
     assert planned_many - planned_few == pytest.approx(many - few, rel=0.15)  # a checkpoint a layer
+
+
+def test_conditional_log_probs_are_sampled_from_both_streams(janus_7b, tmp_path):
+    def caches(logp_guidance):
+        args = JanusGRPOConfig(str(tmp_path), logp_guidance=logp_guidance, report_to="none", use_cpu=True)
+        run = Run.of(args, ModelConfig(dtype="bfloat16"), 32, 32, 8)
+        return plan_memory(janus_7b, run, Machine()).items["KV cache"]["rollout"]
+
+    assert caches("conditional") == caches("guided")

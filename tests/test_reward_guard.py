@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from janus_trl.reward_guard import guard
-from janus_trl.reward_settlement import settle
+from janus_trl.reward_settlement import _raise, settle
 from janus_trl.rewards import Scores, get_reward_funcs
 from janus_trl.rewards.placement import Placement
 
@@ -103,6 +103,34 @@ def test_a_reward_of_weight_zero_neither_keeps_a_row_nor_removes_one():
 
     rows, _ = outcome([trained, watched], weights=[1.0, 0.0])
     assert same(rows, [[None, None], [1.0, 6.0], [2.0, None], [None, None]])
+
+
+def test_rows_that_a_reward_says_it_failed_on_are_left_out_with_all_their_rewards():
+    class Judge:
+        def __call__(self, prompts):
+            out = [i for i, prompt in enumerate(prompts) if prompt == "c"]
+            return Scores([None if i in out else 1.0 for i in range(len(prompts))], failed=out)
+
+    for on_error in ("raise", "none"):
+        rows, metrics = outcome([Judge(), lambda tag: tag], on_error=on_error)
+        assert same(rows, [[1.0, 0.0], [1.0, 1.0], [None, None], [1.0, 3.0]])
+        assert metrics.get("rewards/Judge/errors", 0) == 0 and metrics["rewards/Judge/nan"] == 0
+    rows, _ = outcome([Judge(), lambda tag: tag], weights=[0.0, 1.0])
+    assert same(rows, [[1.0, 0.0], [1.0, 1.0], [None, 2.0], [1.0, 3.0]])
+
+
+def test_a_service_that_answered_no_row_of_one_rank_ends_the_run_only_if_all_ranks_say_so():
+    functions = guard([lambda tag: tag])
+
+    def rank(unanswered):
+        return [{"note": ": NoAnswer: gone" if unanswered else "", "unanswered": unanswered}]
+
+    _raise(functions, [rank(True), rank(False)], None, rows=2)
+    _raise(functions, [rank(True)], None, rows=1)
+    with pytest.raises(RuntimeError, match="failed on rank 0: NoAnswer: gone; reward 'lambda' failed on rank 1"):
+        _raise(functions, [rank(True), rank(True)], None, rows=2)
+    with pytest.raises(RuntimeError, match="rank 0: KeyError"):
+        _raise(functions, [[{"note": ": KeyError", "unanswered": False}], rank(True)], None, rows=2)
 
 
 def test_an_exception_names_reward_rank_row_and_prompt():

@@ -103,7 +103,7 @@ def test_numbers_left_as_text_by_yaml_become_numbers():
         ({"name": "format", "alias": "a/b"}, "alias of 'format' is 'a/b'; use letters"),
         ({"name": "format", "alias": 3}, "alias of 'format' is 3"),
         ([{"name": "format", "alias": "x"}, {"name": "pickscore", "alias": "x"}], "alias 'x' is given twice"),
-        ("{name: x}", "not valid JSON"),
+        ("{name: x", "no valid mapping"),
         ({"name": "format", "weight": "much"}, "weight of 'format' is 'much'; it must be of type float"),
         ({"name": "format", "weight": True}, "weight of 'format' is True"),
         ({"name": "format", "weight": float("nan")}, "weight of 'format' is nan"),

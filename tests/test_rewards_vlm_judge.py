@@ -120,9 +120,9 @@ def test_other_words_and_no_candidates():
     words = {"1": True, "0": False}
     assert find_verdict(r"So it is \boxed{1}", words)[1] is True
     assert find_verdict("10", words) is None
-    assert yes_probability([{"token": "1", "top_logprobs": [{"token": "1", "logprob": 0.0}]}], 0, words) == 1.0
-    assert yes_probability([{"token": "1", "top_logprobs": []}], 0, words) is None
-    assert yes_probability(None, 0, words) is None
+    assert yes_probability([{"token": "1", "top_logprobs": [{"token": "1", "logprob": 0.0}]}], 0, words, True) == 1.0
+    assert yes_probability([{"token": "1", "top_logprobs": []}], 0, words, True) is None
+    assert yes_probability(None, 0, words, True) is None
 
 
 def test_an_answer_without_a_verdict_is_unscored_and_counted(judge_of):
@@ -142,6 +142,18 @@ def test_a_server_without_logprobs_is_asked_for_the_verdict_alone(judge_of, capl
     assert ask(judge, ["a", "b"])[0] == [1.0, 1.0]
     assert "verdicts count 1 or 0" in caplog.text
     assert ask(judge, ["c"])[0] == [1.0] and len(server.requests) == 5
+
+
+def test_a_verdict_of_several_tokens_is_not_read_from_candidates_for_its_parts():
+    def token(text, **candidates):
+        top = [{"token": word, "logprob": math.log(p)} for word, p in candidates.items()]
+        return {"token": text, "top_logprobs": top}
+
+    words = {"correct": True, "incorrect": False}
+    assert yes_probability([token("in", correct=0.1), token("correct")], 0, words, False) is None  # not 1.0
+    assert yes_probability([token("Y", No=0.05), token("es")], 0, WORDS, True) is None  # not 0.0
+    thought = [token("No", No=0.9, Yes=0.1), token(" wait"), token("Yes", Yes=0.9)]  # the text is "Yes" alone
+    assert yes_probability(thought, 0, WORDS, True) is None
 
 
 # ------------------------------------------------------------------------------------------------------------ failures
@@ -307,3 +319,15 @@ def test_a_run_whose_judge_never_answers_ends_before_it_trains_on_anything(judge
         trainer.train()
     assert trainer.state.global_step == 0 and len(server.requests) == 4
     assert all(bool((a == b).all()) for a, b in zip(weights, trainer.model.parameters()))
+
+
+def test_a_row_without_a_verdict_does_not_stand_below_its_group(judge_of, trainer_of):
+    """Other rewards score it too: counted as 0, a failed call would be the worst of verdicts."""
+    server, _ = judge_of(lambda _, n: Reply(status=404) if n == 2 else Reply(completion("yes")))
+    spec = {"name": "vlm_judge", "args": {"base_url": f"{server.url}/v1", "model": "judge", "concurrency": 1}}
+    rewards = get_reward_funcs([spec, lambda completions: [0.1, 0.2, 0.3, 0.4][: len(completions)]], task="t2i")
+    trainer = trainer_of(reward_funcs=rewards.funcs)
+    trainer.train()
+    advantages = list(trainer._logs["advantages"])
+    assert advantages[2] == 0.0 and advantages[0] < 0 < advantages[3]
+    assert trainer.state.log_history[0]["reward"] == pytest.approx(1 + (0.1 + 0.2 + 0.4) / 3)

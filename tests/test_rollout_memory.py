@@ -56,3 +56,10 @@ def test_a_rollout_that_does_not_fit_says_so(model, processor, monkeypatch, with
         rollout(model, processor, PROMPTS, SamplingSettings(batch_size=2), SEEDS, engine=engine)
     assert "Tried to allocate 12 GiB" in str(error.value.__cause__)
     assert model.training == training and (engine is None or engine.keys is None)
+
+
+def test_the_size_that_would_fit_keeps_reasonings_whole():
+    settings = SamplingSettings("t2i", 8, 5.0, images_per_reasoning=4, batch_size=32)
+    free = int(8 * row_bytes(JanusConfig(), settings, 32))  # 6 rows after the margin
+    message = out_of_memory_message(JanusConfig(), settings, 32, 32, free)
+    assert "rollout_batch_size: 4 would fit" in message

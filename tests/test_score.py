@@ -21,6 +21,9 @@ def wants(generated_images, target: list):
 def broken(generated_images):
     return [1.0]
 
+def broken_once(generated_images):
+    return [float("nan")] + [1.0] * (len(generated_images) - 1)
+
 async def later(prompts, generated_images, log_metric):
     log_metric("later/calls", float(len(prompts)))
     return [float(len(prompt)) for prompt in prompts]
@@ -123,10 +126,17 @@ def test_the_rewards_of_a_recipe_are_taken(pictures):
     assert float(rows[0]["brightness"]) == noise[0, 0, 0] and float(rows[0]["jpeg_size"]) > 0.3
 
 
+def test_values_that_are_not_finite_are_counted(pictures, capsys):
+    score.main(["--rewards", "my_scores:broken_once", "--images", "out"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[1] == "11/12" and lines[2] == "broken_once/nan: 1"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--images", "out"], "either --rewards"),
+        (["--rewards", "my_scores:later", "--images", "out"], "reward 'later' needs prompts; give --prompts FILE"),
         (["--rewards", "jpeg_size"], "--images is not set"),
         (["--rewards", "jpeg_siz", "--images", "out"], "did you mean 'jpeg_size'"),
         (["--rewards", "jpeg_size", "--images", "nowhere"], "--images nowhere: there is no picture"),
@@ -150,7 +160,7 @@ def test_the_rewards_of_a_recipe_are_taken(pictures):
         (["--rewards", "my_scores:broken", "--images", "out"], "reward 'broken' returned 1 values"),
         (["--config", "no.yaml", "--images", "out"], "there is no such file"),
         (
-            ["--images", "out", "--rewards", JUDGE],
+            ["--images", "out", "--prompt", "x", "--rewards", JUDGE],
             "all 1 calls to http://127.0.0.1:9/chat/completions failed",
         ),
     ],

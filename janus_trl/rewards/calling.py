@@ -20,11 +20,19 @@ class Scores(list):
     Attributes:
         faults: row -> the NaN or infinity that the reward returned there; the value in the list is None.
         counts: what to log, summed over all ranks, as `rewards/<name>/<key>`.
+        failed: rows that the reward applies to and could not score (a call that failed): unlike other rows with None
+            they are not trained on, since the sum without this reward would stand below that of the group.
     """
 
-    def __init__(self, values=(), faults: dict[int, float] | None = None, counts: dict[str, float] | None = None):
+    def __init__(
+        self,
+        values=(),
+        faults: dict[int, float] | None = None,
+        counts: dict[str, float] | None = None,
+        failed: Sequence[int] = (),
+    ):
         super().__init__(values)
-        self.faults, self.counts = dict(faults or {}), dict(counts or {})
+        self.faults, self.counts, self.failed = dict(faults or {}), dict(counts or {}), tuple(failed)
 
 
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
@@ -122,7 +130,7 @@ def check_values(name: str, values: Any, expected: int) -> Scores:
         ValueError: A single value, a wrong number of values, a nested list, a tensor that is not one-dimensional,
             something that is not a number. The message names the reward, what it returned and the row.
     """
-    faults, counts = getattr(values, "faults", {}), getattr(values, "counts", {})
+    faults, counts, failed = (getattr(values, name, ()) for name in ("faults", "counts", "failed"))
     rule = f"expected a list of {expected} numbers (or None), one per completion"
     if hasattr(values, "shape"):  # tensor or array
         if len(values.shape) != 1:
@@ -134,7 +142,7 @@ def check_values(name: str, values: Any, expected: int) -> Scores:
         raise ValueError(f"reward '{name}' returned {len(values)} values; {rule}.")
     numbers = [_check_value(name, row, value) for row, value in enumerate(values)]
     found = {row: number for row, number in enumerate(numbers) if number is not None and not math.isfinite(number)}
-    return Scores([None if i in found else n for i, n in enumerate(numbers)], {**faults, **found}, counts)
+    return Scores([None if i in found else n for i, n in enumerate(numbers)], {**dict(faults), **found}, counts, failed)
 
 
 def _check_value(name: str, row: int, value: Any) -> float | None:

@@ -28,6 +28,7 @@ from janus_trl.rewards.http_calls import (
     check_some_answered,
     data_url,
     read_key,
+    unscored,
 )
 from janus_trl.rewards.plugins import import_callable
 
@@ -36,8 +37,8 @@ class GenEval:
     """1.0 if the detected objects meet the row's include and exclude lists, else 0.0; or the fraction that is met.
 
     Rows need the columns `include` and `exclude` (lists, or JSON strings as `dataset_format: geneval` gives) and `tag`
-    where `counting` prompts have a threshold of their own. A call to the server that fails for good is None, counted in
-    `rewards/<name>/failed`; a step in which all fail ends the run.
+    where `counting` prompts have a threshold of their own. A call to the server that fails for good is None: its row is
+    not trained on, and counted in `rewards/<name>/failed`; a step in which all fail ends the run.
 
     Args:
         url: Address of a detection server; either this or `detector`.
@@ -106,13 +107,13 @@ class GenEval:
         count = len(generated_images)
         rows = [_clauses(*row) for row in zip(range(count), include, exclude or [None] * count, strict=True)]
         labels = [sorted({clause["class"] for clause in [*wanted, *unwanted]}) for wanted, unwanted in rows]
-        found, counts = await self._detect(generated_images, labels)
+        found, counts, failed = await self._detect(generated_images, labels)
         tags = tag or [""] * count
         values = [
             None if objects is None else self._value(image, *row, objects, tag or "")
             for image, row, objects, tag in zip(generated_images, rows, found, tags, strict=True)
         ]
-        return Scores(values, counts=counts)
+        return Scores(values, counts=counts, failed=failed)
 
     def verdict(self, image: Any, include: list, exclude: list, found: Sequence[Detection], tag: str = "") -> Verdict:
         """The conditions of one row, one by one."""
@@ -122,14 +123,16 @@ class GenEval:
         verdict = self.verdict(image, include, exclude, found, tag)
         return float(verdict.correct) if self._mode == "correct" else verdict.share
 
-    async def _detect(self, images: list, labels: list) -> tuple[list[list[Detection] | None], dict[str, float]]:
+    async def _detect(
+        self, images: list, labels: list
+    ) -> tuple[list[list[Detection] | None], dict[str, float], list[int]]:
         if self._service is None:
             # A thread of its own: the event loop belongs to the calls of other rewards, too.
-            return await asyncio.to_thread(lambda: [self._detect_here(*row) for row in zip(images, labels)]), {}
+            return await asyncio.to_thread(lambda: [self._detect_here(*row) for row in zip(images, labels)]), {}, []
         builds = [functools.partial(_body, *row) for row in zip(images, labels)]
         calls = await self._service.post_all(builds, lambda reply: read_detections(reply["detections"]))
         check_some_answered(self._service, calls)
-        return [call.value for call in calls], call_counts(calls)
+        return [call.value for call in calls], call_counts(calls), unscored(calls)
 
     def _detect_here(self, image: Any, labels: list[str]) -> list[Detection]:
         return read_detections(self._detector(image, labels))

@@ -36,7 +36,7 @@ class HPSv2:
         self.placement = Placement("hps_v2", device, dtype, batch_size, offload)
         path = check_open_clip("hps_v2", model, checkpoint)
         self.clip = FrozenModel(self.placement, lambda: OpenClip.load("hps_v2", model, path))
-        self._reward_prompt = reward_prompt
+        self.reward_prompt = reward_prompt
 
     def load(self) -> None:
         """Load the model, unless that is done already; a ValueError says what cannot be read."""
@@ -46,7 +46,7 @@ class HPSv2:
         self, prompts: list, generated_images: list, completions: list | None = None, **columns: Any
     ) -> list[float | None]:
         """One score per row; `prompts` are the user's texts, `generated_images` RGB PIL pictures."""
-        captions = captions_of(prompts, completions, self._reward_prompt)
+        captions = captions_of(prompts, completions, self.reward_prompt)
         with self.clip.ready() as clip:
             cosines = pair_cosines(clip, captions, generated_images, self.placement.batch_size)
             return Scores(cosines.tolist(), counts={"truncated": sum(map(clip.is_cut, captions))})

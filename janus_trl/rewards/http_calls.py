@@ -38,9 +38,13 @@ class NoVerdict(ValueError):
 
 
 class NoAnswer(ValueError):
-    """A service that answered none of a step's calls."""
+    """A service that answered none of a step's calls (on one rank; `settle` ends the run if it is so on all)."""
 
     row = None  # no row of its own: all of them
+
+    def __init__(self, message: str, counts: dict[str, float] | None = None):
+        super().__init__(message)
+        self.counts = counts or {}
 
 
 @dataclass
@@ -189,7 +193,8 @@ def check_some_answered(service: JsonService, calls: Sequence[Call]) -> None:
     if calls and not any(call.answered for call in calls):
         raise NoAnswer(
             f"reward '{service.reward}': all {len(calls)} calls to {service.url} failed; the last: "
-            f"{calls[-1].failure}. Check that the server runs, its address, the model's name and the key."
+            f"{calls[-1].failure}. Check that the server runs, its address, the model's name and the key.",
+            call_counts(calls),
         )
 
 
@@ -201,6 +206,11 @@ def call_counts(calls: Sequence[Call]) -> dict[str, float]:
         "no_verdict": float(sum(call.answered and call.value is None for call in calls)),
         "retries": float(sum(call.retries for call in calls)),
     }
+
+
+def unscored(calls: Sequence[Call]) -> list[int]:
+    """Rows whose call failed or gave no value."""
+    return [row for row, call in enumerate(calls) if call.value is None]
 
 
 def data_url(image: Any, image_format: str = "png") -> str:

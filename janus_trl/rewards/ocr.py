@@ -136,7 +136,9 @@ def _easyocr() -> Callable[[Any], str]:
     import easyocr
     import numpy as np
 
-    reader = easyocr.Reader(["en"], verbose=False)
+    # On the CPU: it wraps its networks in DataParallel over all GPUs, and fails on every rank but the first
+    # (JaidedAI/EasyOCR#1456).
+    reader = easyocr.Reader(["en"], gpu=False, verbose=False)
     return lambda image: " ".join(reader.readtext(np.asarray(image.convert("RGB")), detail=0))
 
 

@@ -44,7 +44,7 @@ class PickScore:
         self.placement = Placement("pickscore", device, dtype, batch_size, offload)
         folders = [check_folder("pickscore", *pair) for pair in (("model", model), ("processor", processor))]
         self.clip = FrozenModel(self.placement, lambda: TransformersClip.load("pickscore", *folders))
-        self._reward_prompt, self._divisor = reward_prompt, 1.0 if raw else SCALE
+        self.reward_prompt, self._divisor = reward_prompt, 1.0 if raw else SCALE
 
     @classmethod
     def of_model(cls, model: Any, processor: Any, **args: Any) -> "PickScore":
@@ -61,7 +61,7 @@ class PickScore:
         self, prompts: list, generated_images: list, completions: list | None = None, **columns: Any
     ) -> list[float | None]:
         """One score per row; `prompts` are the user's texts, `generated_images` RGB PIL pictures."""
-        captions = captions_of(prompts, completions, self._reward_prompt)
+        captions = captions_of(prompts, completions, self.reward_prompt)
         with self.clip.ready() as clip:
             cosines = pair_cosines(clip, captions, generated_images, self.placement.batch_size)
             values = (clip.logit_scale * cosines / self._divisor).tolist()

@@ -1,7 +1,6 @@
 """Reading rewards from a recipe: names, weights, arguments, and the errors that help to correct them."""
 
 import difflib
-import json
 import math
 import re
 import types
@@ -9,6 +8,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import yaml
 
 SPEC_KEYS = ("name", "weight", "alias", "args", "task")
 
@@ -45,7 +46,7 @@ def parse_reward_specs(specs: Any) -> list[RewardSpec]:
 
     Args:
         specs: One entry or a list of entries. An entry is a name, a path (`my_pkg.mod.fn` or `module:function`), a
-            mapping `{name, weight, alias, args, task}` (also as a JSON string), a `RewardSpec` or a Python function.
+            mapping `{name, weight, alias, args, task}` (also as YAML text), a `RewardSpec` or a Python function.
 
     Raises:
         ValueError: Nothing given, an unknown key, a missing name, a weight that is not a finite number, an alias that
@@ -67,9 +68,9 @@ def _parse_one(spec: Any) -> RewardSpec:
         return spec
     if isinstance(spec, str) and spec.lstrip().startswith("{"):
         try:
-            spec = json.loads(spec)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"reward_funcs: {spec!r} is not valid JSON ({error}).") from error
+            spec = yaml.safe_load(spec)  # JSON is YAML
+        except yaml.YAMLError as error:
+            raise ValueError(f"reward_funcs: {spec!r} is no valid mapping ({' '.join(str(error).split())}).") from error
     if isinstance(spec, str) and spec.strip():
         return RewardSpec(spec.strip())
     if isinstance(spec, Mapping):

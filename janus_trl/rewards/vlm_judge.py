@@ -18,6 +18,7 @@ from janus_trl.rewards.http_calls import (
     check_some_answered,
     data_url,
     read_key,
+    unscored,
 )
 
 logger = logging.getLogger(__name__)
@@ -30,10 +31,10 @@ class VLMJudge:
     """P(yes) / (P(yes) + P(no)) of the judge's answer to a question about picture and caption, from 0 to 1.
 
     The probabilities are summed over all spellings of both words among the first 20 candidates of the token at which
-    the judge gives its verdict. Where the server gives no log-probabilities, the verdict itself is 1 or 0. A call that
-    fails for good (after retries, or at the time limit) and an answer without a verdict are None: not scored, and
-    counted in `rewards/<name>/failed`, `/timed_out`, `/no_verdict`, `/retries`. A step in which every call fails ends
-    the run.
+    the judge gives its verdict. Where the server gives no log-probabilities, or the verdict is a word of several
+    tokens, the verdict itself is 1 or 0. A call that fails for good (after retries, or at the time limit) and an answer
+    without a verdict are None: the row is not trained on, whatever other rewards say, and counted in
+    `rewards/<name>/failed`, `/timed_out`, `/no_verdict`, `/retries`. A step in which every call fails ends the run.
 
     Args:
         base_url: Address of the server up to `/v1`; `/chat/completions` is added.
@@ -86,7 +87,7 @@ class VLMJudge:
         """
         calls = await self._ask(prompts, generated_images)
         check_some_answered(self._service, calls)
-        return Scores([call.value for call in calls], counts=call_counts(calls))
+        return Scores([call.value for call in calls], counts=call_counts(calls), failed=unscored(calls))
 
     def load(self) -> None:
         """Ask once about a blank picture, so that a wrong address, model or key shows before the first rollout.
@@ -141,7 +142,7 @@ class VLMJudge:
         if found is None:
             raise NoVerdict(f"no verdict in {text[-80:]!r}")
         position, verdict = found
-        probability = yes_probability((choice.get("logprobs") or {}).get("content"), position, self._words)
+        probability = yes_probability((choice.get("logprobs") or {}).get("content"), position, self._words, verdict)
         return float(verdict) if probability is None else probability
 
 
@@ -168,10 +169,12 @@ def find_verdict(text: str, words: dict[str, bool]) -> tuple[int, bool] | None:
     return (said[-1].start(), verdicts.pop()) if len(verdicts) == 1 else None
 
 
-def yes_probability(tokens: Any, position: int, words: dict[str, bool]) -> float | None:
+def yes_probability(tokens: Any, position: int, words: dict[str, bool], verdict: bool) -> float | None:
     """P(yes) / (P(yes) + P(no)) at the token that covers character `position` of the answer; None without candidates.
 
-    A candidate counts if it is one of the words, without case, spaces and punctuation.
+    A candidate counts if it is one of the words, without case, spaces and punctuation. None as well if the token itself
+    is not the verdict: a part of a word ("in" of "incorrect", beside the candidate "correct"), or a token of a thought
+    that the server keeps out of the text.
 
     Raises:
         MalformedReply: Candidates without token or log-probability.
@@ -180,6 +183,8 @@ def yes_probability(tokens: Any, position: int, words: dict[str, bool]) -> float
     for token in tokens or []:
         end += len(token["token"])
         if end > position:
+            if words.get(_bare(token["token"])) is not verdict:
+                return None
             mass = {True: 0.0, False: 0.0}
             for candidate in token.get("top_logprobs") or []:
                 word = _bare(candidate["token"])

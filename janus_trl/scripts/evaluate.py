@@ -32,7 +32,7 @@ from janus_trl.evaluation import (
     side_by_side,
     weighted_totals,
 )
-from janus_trl.inference import base_checkpoint, decode_engine, load, picture_decoder
+from janus_trl.inference import base_checkpoint, decode_engine, load, picture_decoder, trained_length
 from janus_trl.prompts import prompt_template, user_text
 from janus_trl.recipe import or_exit, parse_recipe
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
@@ -78,7 +78,8 @@ class EvaluateArguments(JanusScriptArguments):
         self.dataset_train_split = None  # not loaded
         tiny = self.dataset_name == "tiny" if self.benchmark is None else self.model_name_or_path == "tiny"
         if self.max_text_length is None:
-            self.max_text_length = TEXT_LENGTHS[self.task][tiny]
+            usual = TEXT_LENGTHS[self.task][tiny]
+            self.max_text_length = trained_length(self.model_name_or_path, self.task) or usual
         if self.guidance_scale is None and self.benchmark is None:
             self.guidance_scale = 1.0 if tiny else 5.0
         at_least(self, "guidance_scale", 1, "1 is no guidance, Janus was published with 5")

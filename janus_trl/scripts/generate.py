@@ -13,7 +13,7 @@ from janus_trl.benchmark_layouts import LAYOUTS, check_layout
 from janus_trl.config_checks import at_least, check_prompt_template, one_of
 from janus_trl.configs import TEMPLATE_HELP
 from janus_trl.generation import Generation, generate, join, prepare, said
-from janus_trl.inference import decode_engine, leave, load
+from janus_trl.inference import decode_engine, leave, load, trained_length
 from janus_trl.prompt_files import read_prompts
 from janus_trl.recipe import or_exit, parse_recipe
 
@@ -41,7 +41,10 @@ class GenerateArguments:
         default=None, metadata={"help": "Pictures (or answers) per prompt; unset: as in the benchmark, else 1."}
     )
     max_text_length: int | None = field(
-        default=None, metadata={"help": "Text tokens at most; unset: 0 (t2i) or 256 (i2t), 24 or 40 of `tiny`."}
+        default=None,
+        metadata={
+            "help": "Text tokens at most; unset: as it was trained, else 0 (t2i) or 256 (i2t), 24 or 40 of `tiny`."
+        },
     )
     guidance_scale: float | None = field(
         default=None, metadata={"help": "t2i, >= 1; unset: that of the checkpoint's generation config, else 5."}
@@ -63,7 +66,8 @@ class GenerateArguments:
         if not self.output_dir:
             raise ValueError("output_dir is not set. Use --output_dir FOLDER.")
         if self.max_text_length is None:
-            self.max_text_length = TEXT_LENGTHS[self.task][self.model_name_or_path == "tiny"]
+            usual = TEXT_LENGTHS[self.task][self.model_name_or_path == "tiny"]
+            self.max_text_length = trained_length(self.model_name_or_path, self.task) or usual
         at_least(self, "num_images", 1, "pictures or answers per prompt")
         at_least(self, "guidance_scale", 1, "1 is no guidance, Janus was published with 5")
         at_least(self, "max_text_length", 0 if self.task == "t2i" else 1, "0, for t2i only, opens the image at once")

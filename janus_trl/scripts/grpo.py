@@ -22,6 +22,7 @@ from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.reporting import SampleSender
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
 from janus_trl.rewards.by_task import get_rewards_by_task
+from janus_trl.rewards.calling import wrapped_reward
 from janus_trl.sampling_checks import TASKS
 from janus_trl.script_arguments import JanusScriptArguments, lora_config
 from janus_trl.scripts.run import check_start, ended_early, finish, keep_recipe, limit_rows, model_kwargs
@@ -95,6 +96,12 @@ def check_rewards(script: JanusScriptArguments, args: JanusGRPOConfig, train: di
             f"({', '.join(rewards.names)}). Give one weight per reward."
         )
     check_reward_options(args)
+    for function in rewards.funcs if args.max_reasoning_length == 0 else []:
+        if getattr(wrapped_reward(function), "reward_prompt", "prompt") == "reasoning":
+            raise ValueError(
+                f"reward '{function.__name__}': reward_prompt is 'reasoning', but max_reasoning_length = 0: there "
+                "is no text to compare pictures with. Set max_reasoning_length, or reward_prompt: prompt."
+            )
     for task, rows in train.items():
         check_reward_rows(specs[task], rows)
     return rewards
@@ -189,7 +196,7 @@ def train(run: GRPORun, argv: list[str]) -> JanusGRPOTrainer:
     if run.test and run.args.num_samples:
         trainer.add_callback(
             SampleGridCallback(
-                lambda step: trainer.sample_rows(run.args.num_samples),
+                lambda step: [] if trainer.interrupted else trainer.sample_rows(run.args.num_samples),
                 every=run.args.sample_steps,
                 send=SampleSender(trainer),
             )

@@ -1,6 +1,7 @@
 """What the training scripts share around a trainer: its data, its folder, its closing words."""
 
 import os
+import re
 import statistics
 import tempfile
 from pathlib import Path
@@ -10,7 +11,7 @@ from trl import ModelConfig
 
 from janus_trl.checkpoints import find_resume_point
 from janus_trl.hub import check_write_access
-from janus_trl.recipe import read_recipe
+from janus_trl.recipe import config_apart, read_recipe
 from janus_trl.script_arguments import JanusScriptArguments
 from janus_trl.signals import resume_command
 from janus_trl.task_mixture import evaluations_of
@@ -60,6 +61,7 @@ def check_output_dir(folder: str) -> None:
 
 def keep_recipe(trainer, argv: list[str]) -> None:
     """Write the recipe and its overrides to `recipe.yaml` in the output folder."""
+    argv = config_apart(argv)
     if not trainer.accelerator.is_main_process or "--config" not in argv:
         return
     path = argv[argv.index("--config") + 1]
@@ -68,7 +70,12 @@ def keep_recipe(trainer, argv: list[str]) -> None:
     folder = Path(trainer.args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     note = f"# command line: {' '.join(overrides)}\n" if overrides else ""
-    (folder / "recipe.yaml").write_text(note + Path(path).read_text())
+    (folder / "recipe.yaml").write_text(without_tokens(note + Path(path).read_text()))
+
+
+def without_tokens(recipe: str) -> str:
+    """A recipe without the value of `hub_token`: it is pushed, and shown in the model card."""
+    return re.sub(r"(\bhub_token\b[\"']?\s*[:=]?\s*)(\S+)", r"\1***", recipe)
 
 
 def finish(trainer) -> None:

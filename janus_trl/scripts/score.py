@@ -25,6 +25,7 @@ from janus_trl.config_checks import at_least
 from janus_trl.data import load_image
 from janus_trl.recipe import RecipeParser, or_exit, read_recipe
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
+from janus_trl.rewards.calling import named_parameters, wrapped_reward
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
@@ -71,8 +72,17 @@ def configure(argv: list[str]) -> tuple[ScoreArguments, list[dict[str, Any]], Re
     rows = read_rows(args)
     columns = sorted(set().union(*rows) - {"image"})
     rewards = get_reward_funcs(specs, task="t2i", columns=columns)
+    check_prompts(rewards, columns)
     check_reward_rows(specs, Dataset.from_list([{"prompt": None, **without_picture(row)} for row in rows]))
     return args, rows, rewards
+
+
+def check_prompts(rewards: RewardSet, columns: list[str]) -> None:
+    """Refuse rewards that compare pictures with prompts where there are none: an empty text has a score, too."""
+    for function in rewards.funcs if "prompt" not in columns else []:
+        parameter = named_parameters(wrapped_reward(function)).get("prompts")
+        if parameter is not None and parameter.default is parameter.empty:
+            raise ValueError(f"reward '{function.__name__}' needs prompts; give --prompts FILE or --prompt TEXT.")
 
 
 def read_spec(spec: str) -> Any:
@@ -217,6 +227,7 @@ def main(argv: list[str] | None = None) -> None:
         for name, column in zip(rewards.names, or_exit(lambda _, batch=batch: batch(count), [])):
             for key, value in column.counts.items():
                 count(f"{name}/{key}", value)
+            count(f"{name}/nan", len(column.faults))
             values[name] += column
     seconds = time.perf_counter() - start
     with open(args.output, "w", newline="", encoding="utf-8") as file:

@@ -102,7 +102,11 @@ def train(run: SFTRun, argv: list[str]) -> JanusSFTTrainer:
     if run.test is not None and run.args.num_samples:
         send = SampleSender(trainer)
         trainer.add_callback(
-            EvaluationGridCallback(lambda step: trainer.sample_rows(run.args.num_samples), every=0, send=send)
+            EvaluationGridCallback(
+                lambda step: [] if trainer.interrupted else trainer.sample_rows(run.args.num_samples),
+                every=0,
+                send=send,
+            )
         )
     trainer.train(resume_from_checkpoint=run.args.resume_from_checkpoint)
     if ended_early(trainer, MODULE, argv):
