@@ -12,6 +12,7 @@ from .benchmark_layouts import LAYOUTS, PromptsLayout
 from .callbacks import save_grid
 from .evaluation import (
     GRID_ROWS,
+    append_scores,
     call_rewards,
     comparison_table,
     difference,
@@ -24,7 +25,8 @@ from .generation import Generation, generate, join, prepare, read_records, said
 from .images import load_image
 from .inference import decode_engine, leave, load, wait_for_all
 from .prompt_files import read_prompts
-from .rewards import RewardSet, check_reward_rows, get_reward_funcs
+from .recipe import or_exit
+from .rewards import RewardSet, Scores, check_reward_rows, get_reward_funcs
 
 SCORED_AT_ONCE = 256  # pictures in memory while they are scored
 CATEGORIES = ("tag", "category")  # GenEval's, and that of the embedded world
@@ -98,7 +100,7 @@ def _report(benchmark: Benchmark, args: Any) -> dict[str, Any]:
         join(run)
     layout, rewards = benchmark.layout, benchmark.rewards
     if rewards:
-        rewards.load()
+        or_exit(lambda _: rewards.load(), [])
     scored = [_score(run, rewards) for _, run, _ in benchmark.models]
     line: dict[str, Any] = {"benchmark": layout.name, "prompts": len(layout.rows), "num_images": layout.num_images}
     line |= {name: getattr(args, name) for name in ("greedy", "seed")}
@@ -128,17 +130,18 @@ def _score(run: Generation, rewards: RewardSet | None) -> tuple[dict[str, Any], 
     if rewards is None:
         return {}, []
     columns = _columns(run.layout)
-    values: list[list] = [[] for _ in rewards.funcs]
+    values = [Scores() for _ in rewards.funcs]
     for records in _chunks(read_records(run), SCORED_AT_ONCE):
         metadata = [run.layout.rows[record["index"]].metadata for record in records]
         rows = [
             {name: row.get(name) for name in columns} | {"prompt": r["prompt"]} for row, r in zip(metadata, records)
         ]
-        pictures = [load_image(str(run.picture(record["index"], record["sample"]))) for record in records]
+        paths = [str(run.picture(record["index"], record["sample"])) for record in records]
         ids = [record["completion_ids"] for record in records]
-        part = call_rewards(rewards, rows, [record["text"] for record in records], ids, pictures)
+        given = (rewards, rows, [record["text"] for record in records], ids, [load_image(path) for path in paths])
+        part = or_exit(lambda _, given=given, paths=paths: call_rewards(*given, row_name=paths.__getitem__), [])
         for column, more in zip(values, part):
-            column.extend(more)
+            append_scores(column, more)
     kind = next((name for name in CATEGORIES if name in columns), None)
     categories = [row.metadata.get(kind) for row in run.layout.rows for _ in range(run.layout.num_images)]
     return figures(rewards, values, categories if kind else None), weighted_totals(rewards, values)

@@ -1,17 +1,19 @@
 """Figures of an evaluation: rewards called as in training, means with errors, accuracy with an interval, two models."""
 
-import asyncio
-import inspect
 import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerState
 
 from .prompts import prompt_with_pictures
-from .rewards import RewardSet
+from .reward_guard import SEARCH_SECONDS, one_row, shown_prompt
+from .rewards import RewardSet, Scores
+from .rewards.event_loop import run_until_complete
 
 # Rewards for which 1 means right: their share of ones is an accuracy.
 ACCURACY_REWARDS = ("multiple_choice", "tiny_world")
@@ -19,9 +21,18 @@ GRID_ROWS = 16  # rows of an evaluation that are drawn
 Z_95 = 1.959963984540054  # two-sided 95 % of the normal distribution
 
 
+class RewardFailure(ValueError):
+    """A reward raised; the message names it and, where found, the row."""
+
+
 def call_rewards(
-    rewards: RewardSet, rows: Sequence[dict], texts: list[str], completion_ids: list[list[int]], images: list
-) -> list[list[float | None]]:
+    rewards: RewardSet,
+    rows: Sequence[dict],
+    texts: list[str],
+    completion_ids: list[list[int]],
+    images: list,
+    row_name: Callable[[int], str] | None = None,
+) -> list[Scores]:
     """The values of each reward, called with what training passes.
 
     Questions about pictures go there as conversations, as TRL has them: prompts as messages with their pictures,
@@ -30,6 +41,10 @@ def call_rewards(
     Args:
         rows: data rows: `prompt`, and the columns that become keyword arguments.
         images: the generated pictures; empty for questions about pictures.
+        row_name: see `call_all`.
+
+    Raises:
+        RewardFailure: A reward raised.
     """
     names = [name for name in rows[0] if name != "prompt"] if rows else []
     given: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
@@ -41,8 +56,56 @@ def call_rewards(
     given |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
     given |= {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None}
     given |= {"generated_images": images} if images else {}
-    values = [function(**given) for function in rewards.funcs]
-    return [asyncio.run(value) if inspect.iscoroutine(value) else value for value in values]
+    return call_all(rewards, given, row_name)
+
+
+def call_all(rewards: RewardSet, given: dict[str, Any], row_name: Callable[[int], str] | None = None) -> list[Scores]:
+    """Call every reward with the same keyword arguments.
+
+    Args:
+        row_name: What a row is called in a message; "row 3 (prompt ...)" if None.
+
+    Raises:
+        RewardFailure: A reward raised: its name, the first row that raises alone, and the error.
+    """
+    values = []
+    for function in rewards.funcs:
+        try:
+            values.append(run_until_complete(function(**given)))
+        except Exception as error:
+            row = _raising_row(function, given, error)
+            where = "" if row is None else row_name(row) if row_name else f"row {row}{shown_prompt(given, row)}"
+            raise RewardFailure(_failure(function.__name__, where, error)) from error
+    return values
+
+
+def _raising_row(function: Callable, given: dict[str, Any], error: Exception) -> int | None:
+    """The first row that makes the reward raise alone, if a few seconds find it."""
+    if hasattr(error, "row") or isinstance(error, torch.OutOfMemoryError):
+        return getattr(error, "row", None)
+    deadline = time.perf_counter() + SEARCH_SECONDS
+    for row in range(len(given["completions"])):
+        if time.perf_counter() > deadline:
+            break
+        try:
+            run_until_complete(function(**one_row(given, row)))
+        except Exception:
+            return row
+    return None
+
+
+def _failure(name: str, where: str, error: Exception) -> str:
+    if isinstance(error, ValueError) and str(error).startswith("reward '"):  # it says itself what is wrong
+        return f"{error} ({where})" if where else str(error)
+    return f"reward '{name}' failed{' on ' if where else ''}{where}: {type(error).__name__}: {error}"
+
+
+def append_scores(scores: Scores, more: Scores) -> None:
+    """Append the values of further rows, with their faults and failed rows counted from the first of all."""
+    start = len(scores)
+    scores.extend(more)
+    scores.faults |= {start + row: value for row, value in more.faults.items()}
+    scores.failed += tuple(start + row for row in more.failed)
 
 
 def conversation(row: dict) -> list[dict]:

@@ -11,7 +11,9 @@ from PIL import Image
 from trl import ModelConfig
 
 from janus_trl.evaluation import (
+    RewardFailure,
     accuracy,
+    append_scores,
     call_rewards,
     comparison_table,
     difference,
@@ -20,7 +22,7 @@ from janus_trl.evaluation import (
     wilson_interval,
 )
 from janus_trl.modeling import JanusForInterleavedGeneration
-from janus_trl.rewards import get_reward_funcs
+from janus_trl.rewards import Scores, get_reward_funcs
 from janus_trl.script_arguments import lora_config
 from janus_trl.scripts import evaluate
 from janus_trl.tiny import grade, read_picture, tiny_dataset
@@ -198,6 +200,66 @@ def test_geneval_pictures_are_scored_from_the_folder(evaluated, rewards_module, 
     before = files(tmp_path / "out")
     again, _ = evaluated(*argv)
     assert again["reward"] == line["reward"] and files(tmp_path / "out") == before
+
+
+def test_pictures_that_a_judge_failed_to_score_are_left_out_of_the_total(evaluated, tmp_path, monkeypatch):
+    (tmp_path / "judging.py").write_text(
+        "from janus_trl.rewards import Scores\n"
+        "def judge(generated_images):\n"
+        "    n = len(generated_images)\n"
+        "    return Scores([1.0] * (n - 1) + [None], failed=[n - 1])\n"
+        "def style(generated_images):\n"
+        "    return [float('nan')] + [1.0] * (len(generated_images) - 1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("janus_trl.benchmark_run.SCORED_AT_ONCE", 3)
+    (tmp_path / "prompts.txt").write_text("".join(f"cat {i}\n" for i in range(6)))
+    line, _ = evaluated(
+        "--model_name_or_path", "tiny", "--benchmark", "prompts", "--prompts", str(tmp_path / "prompts.txt"),
+        "--output_dir", str(tmp_path / "out"), "--reward_funcs", "judging:judge", "judging:style", "--num_images", "1",
+    )  # fmt: skip
+    # Of each three pictures the first has no style and the third no judgement.
+    assert line["rewards"]["judge"]["rows"] == line["rewards"]["style"]["rows"] == 4
+    assert line["reward"] == {"mean": 2.0, "standard_error": 0.0, "rows": 2}
+
+
+def test_scores_of_further_rows_are_counted_on():
+    scores = Scores([1.0, None], {1: float("inf")}, failed=[0])
+    append_scores(scores, Scores([None, 2.0], {0: float("inf")}, failed=[1]))
+    assert scores == [1.0, None, None, 2.0]
+    assert scores.faults == {1: float("inf"), 2: float("inf")} and scores.failed == (0, 3)
+
+
+def test_a_reward_that_raises_is_named_with_its_row():
+    async def picky(prompts):
+        return [1.0 / (prompt != "b") for prompt in prompts]
+
+    def wrong(prompts):
+        raise ValueError("reward 'wrong': no server.")
+
+    rows, arguments = [{"prompt": text} for text in "abc"], (["t"] * 3, [[1]] * 3, [Image.new("RGB", (8, 8))] * 3)
+    with pytest.raises(RewardFailure, match=r"^reward 'picky' failed on row 1 \(prompt 'b'\): ZeroDivisionError: "):
+        call_rewards(get_reward_funcs([picky]), rows, *arguments)
+    with pytest.raises(RewardFailure, match=r"^reward 'wrong': no server. \(p0\)$"):
+        call_rewards(get_reward_funcs([wrong]), rows, *arguments, row_name="p{}".format)
+
+
+@pytest.mark.parametrize("how", ["dataset", "benchmark"])
+def test_a_reward_that_raises_ends_an_evaluation_with_one_message(capsys, monkeypatch, tmp_path, how):
+    (tmp_path / "raising.py").write_text("def broken(generated_images, prompts):\n    return prompts[0].nothing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    argv = ["--model_name_or_path", "tiny", "--max_test_rows", "2", "--reward_funcs", "raising:broken"]
+    if how == "dataset":
+        argv += ["--dataset_name", "tiny", "--max_text_length", "0"]
+    else:
+        out = tmp_path / "out"
+        argv += ["--benchmark", "prompts", "--prompts", "tiny", "--output_dir", str(out), "--num_images", "1"]
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(argv)
+    where = "row 0 (prompt '" if how == "dataset" else str(tmp_path / "out" / "images" / "00000-0000.png")
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and f"error: reward 'broken' failed on {where}" in error
+    assert "AttributeError" in error and "Traceback" not in error
 
 
 def test_a_benchmark_of_two_models(evaluated, rewards_module, janus_folder, tmp_path):

@@ -14,6 +14,7 @@ LABELLED = ["A. red", "B. blue", "C. green", "D. yellow"]
 BRACKETED = ["(A) red", "(B) blue", "(C) green", "(D) yellow"]
 NUMBERED = ["1. red", "2. blue", "3. green", "4. yellow"]
 DECIMALS = ["1.5", "2.5", "3.5", "4.5"]
+ANGLES = ["30", "45", "60", "90"]
 SIX = ["one", "two", "three", "four", "five", "six"]
 FARBEN = ["rot", "blau", "grün", "gelb"]
 颜色 = ["红", "蓝", "绿", "黄"]
@@ -340,6 +341,48 @@ OTHER = [
     ("<answer>Ｃ</answer>", None, "C"),
 ]
 
+CORRECTIONS = [
+    ("The answer is not A but C.", None, "C"),
+    ("The answer is not A, but rather (C)", None, "C"),
+    ("Answer: not B but D", None, "D"),
+    ("The answer is not blue but green", COLORS, "C"),
+    ("Die Antwort ist nicht A, sondern C.", None, "C"),
+    ("答案不是A而是C。", None, "C"),
+    ("The answer is not A but B or C", None, None),
+    ("The answer is not only A but also C", None, None),
+    ("The answer is not A. But C is tempting.", None, None),
+]
+NUMBERS = [
+    ("정답은 ③입니다", None, "C"),
+    ("정답은 ③입니다.", COLORS, "C"),
+    ("정답은 3이다", COLORS, "C"),
+    ("答えは③です", None, "C"),
+    ("答えは3番です。", COLORS, "C"),
+    ("正解は③だ", None, "C"),
+    ("答えは3です", ANGLES, None),
+    ("정답은 45입니다", ANGLES, "B"),
+    ("x = 45", ANGLES, "B"),
+    ("So x = 45.", ANGLES, "B"),
+    ("2x = 90, so x = 45", ANGLES, "B"),
+    ("2x = 90\n\nTherefore, $x = 45$.", ANGLES, "B"),
+    (r"\(x = 45\)", ANGLES, "B"),
+    ("The answer is x = 45.", ANGLES, "B"),
+    ("x = 45°", ["30°", "45°", "60°", "90°"], "B"),
+    ("x = 45 or x = 60", ANGLES, None),
+    ("x = 30, x = 45", ANGLES, None),
+    ("x = 50", ANGLES, None),
+    ("x = 45.5", ANGLES, None),
+    ("The answer is 45.5", ANGLES, None),
+    ("not x = 45", ANGLES, None),
+    ("Given x = 45, we look for y.", ANGLES, None),
+    ("A = 45", ANGLES, None),
+]
+
+
+@pytest.mark.parametrize(("text", "choices", "expected"), CORRECTIONS + NUMBERS)
+def test_corrections_positions_and_equations(text, choices, expected):
+    assert extract_choice(text, choices) == expected
+
 
 @pytest.mark.parametrize(("text", "choices", "expected"), ENGLISH)
 def test_english_answers(text, choices, expected):
@@ -398,7 +441,7 @@ def test_an_ambiguous_completion_earns_nothing_and_an_ambiguous_gold_is_unscored
     "text",
     ["A or " * 3000, "not " * 3000 + "B", "(" * 10000, "the answer is " * 2000, "\\boxed{" * 3000, "A " * 5000,
      "B and not C, " * 2000, " " * 20000, "<answer>" * 2000, "the " * 5000 + "B", "*" * 20000, "选" * 10000,
-     "A, " * 5000, "<b>" * 5000, "<think>" * 5000],
+     "A, " * 5000, "x = 4, " * 3000, "answer is not " * 2000, "<b>" * 5000, "<think>" * 5000],
     ids=lambda text: text[:16],
 )  # fmt: skip
 def test_a_text_that_goes_on_for_ever_is_read_in_a_moment(text):

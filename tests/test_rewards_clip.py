@@ -1,5 +1,7 @@
 """Rewards on open_clip models and the aesthetic head, small random weights: formulas, files, placement, self-test."""
 
+import asyncio
+
 import numpy as np
 import open_clip
 import pytest
@@ -7,6 +9,7 @@ import torch
 from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 
+from janus_trl.evaluation import call_rewards
 from janus_trl.rewards import get_reward_funcs
 from janus_trl.rewards.captions import captions_of
 from janus_trl.rewards.placement import FrozenModel, Placement, preprocess
@@ -128,8 +131,10 @@ def test_micro_batches_and_repeated_captions_change_nothing(weights, monkeypatch
         (
             "hps_v2",
             {"checkpoint": "nowhere.pt"},
-            "checkpoint is 'nowhere.pt'; there is no such file. .*tags of ViT-H-14",
+            "checkpoint is 'nowhere.pt'; there is no such file. Download it first",
         ),
+        ("hps_v2", {"checkpoint": "laion2b_s32b_b79k"}, "checkpoint is 'laion2b_s32b_b79k'; there is no such file"),
+        ("clip_score", {"model": "ViT-B-32", "checkpoint": "nowhere.pt"}, "no such file. .*tags of ViT-B-32"),
         ("clip_score", {"model": "ViT-B-23", "checkpoint": "x"}, "does not know; did you mean .*ViT-B-32"),
         ("clip_score", {"model": "ViT-B-32"}, "missing argument 'checkpoint'"),
         ("clip_score", {"model": "ViT-B-32", "checkpoint": "laion2b", "device": "cuda:1"}, "every rank on one card"),
@@ -320,6 +325,25 @@ def test_an_async_scorer_is_tested_too():
             return [float(np.asarray(image, dtype=float).std()) for image in generated_images]
 
     get_reward_funcs(Mine).load()
+
+
+def test_a_client_that_the_self_test_opens_is_open_at_the_next_call():
+    loops = []
+
+    class Mine:
+        self_test = True
+
+        async def __call__(self, generated_images):
+            loops.append(asyncio.get_running_loop())
+            assert not loops[0].is_closed() and loops[0] is loops[-1]
+            return [float(np.asarray(image, dtype=float).std()) for image in generated_images]
+
+    rewards = get_reward_funcs(Mine)
+    rewards.load()
+    rewards.load()
+    images = [Image.new("RGB", (8, 8))]
+    assert call_rewards(rewards, [{"prompt": "x"}], ["x"], [[1]], images) == [[0.0]]
+    assert len(loops) == 3
 
 
 def test_blank_pictures_alone_do_not_fail(weights):

@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -176,14 +177,20 @@ def test_the_share_is_whole_exactly_where_the_official_score_is_one():
 BLANK = Image.new("RGB", (32, 32))
 FOUND = [{"label": "dog", "box": [0, 0, 9, 9], "score": 0.9, "color": "red"}]
 MODULE = """
+import threading
+
 ASKED = []
 
 def detector(image, labels):
     ASKED.append(labels)
+    THREADS.append(threading.get_ident())
     shade = image.getpixel((0, 0))[0]
     return [{"label": "dog", "box": [0, 0, 9, 9], "score": shade / 255}]
 
+THREADS = []
+
 def colors(image, label, boxes):
+    THREADS.append(threading.get_ident())
     return ["red"] * len(boxes)
 
 class Detector:
@@ -223,6 +230,15 @@ def test_a_function_detects_and_another_names_the_colour(module):
     import my_detector
 
     assert my_detector.ASKED == [["dog"]] * 3
+
+
+def test_detector_and_colour_classifier_run_beside_the_event_loop(module):
+    reward = GenEval(detector="my_detector:detector", color_classifier="my_detector:colors")
+    white = [Image.new("RGB", (32, 32), "white")]
+    assert score(reward, [RED_DOG], images=white) == [1.0]
+    import my_detector
+
+    assert len(my_detector.THREADS) == 2 and threading.get_ident() not in my_detector.THREADS
 
 
 def test_a_class_is_made_an_instance_when_the_reward_is_loaded(module):

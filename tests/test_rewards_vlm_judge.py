@@ -266,6 +266,15 @@ def test_loading_asks_once_and_learns_about_logprobs(judge_of):
     assert len(server.requests) == 2 and ask(judge, ["x"])[0] == [0.0]
 
 
+def test_keys_of_the_recipe_replace_and_remove_those_of_the_request(judge_of):
+    extra = {"max_tokens": None, "max_completion_tokens": 32, "temperature": 0.5, "logprobs": None}
+    server, judge = judge_of(lambda *_: Reply(completion("no")), extra_body=extra)
+    assert ask(judge, ["x"])[0] == [0.0]
+    _, _, body = server.requests[0]
+    assert set(body) == {"model", "messages", "temperature", "max_completion_tokens", "top_logprobs"}
+    assert body["max_completion_tokens"] == 32 and body["temperature"] == 0.5
+
+
 # ------------------------------------------------------------------------------------------------- settings and recipe
 
 
@@ -282,6 +291,8 @@ def test_loading_asks_once_and_learns_about_logprobs(judge_of):
         ({"max_retries": -1}, "max_retries is -1"),
         ({"concurrency": 0}, "concurrency is 0"),
         ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"extra_body": {"messages": []}}, "extra_body holds messages"),
+        ({"extra_body": "x"}, "extra_body is 'x'; write keys and values"),
         ({"yes": ["ok"], "no": ["OK"]}, "each needs words of its own"),
         ({"image_format": "gif"}, "valid: jpeg, png"),
         ({"modle": "x"}, "unknown argument 'modle'.*did you mean 'model'"),

@@ -12,6 +12,7 @@ from PIL import Image
 from janus_trl.scripts import score
 
 MODULE = """
+import asyncio
 def brightness(generated_images, prompts, **columns):
     return [None if p == "skip" else float(image.getpixel((0, 0))[0]) for image, p in zip(generated_images, prompts)]
 
@@ -23,6 +24,16 @@ def broken(generated_images):
 
 def broken_once(generated_images):
     return [float("nan")] + [1.0] * (len(generated_images) - 1)
+
+def picky(generated_images):
+    return [1 / (image.getpixel((0, 0))[0] - 60) for image in generated_images]
+
+CLIENT = []
+
+async def client(generated_images):
+    loop = asyncio.get_running_loop()
+    CLIENT.append(loop)
+    return [float(CLIENT[0] is loop and not loop.is_closed()) for _ in generated_images]
 
 async def later(prompts, generated_images, log_metric):
     log_metric("later/calls", float(len(prompts)))
@@ -126,6 +137,23 @@ def test_the_rewards_of_a_recipe_are_taken(pictures):
     assert float(rows[0]["brightness"]) == noise[0, 0, 0] and float(rows[0]["jpeg_size"]) > 0.3
 
 
+def test_of_a_recipe_of_both_tasks_the_rewards_of_pictures_are_taken(pictures, capsys):
+    rewards = "[jpeg_size, multiple_choice, {name: format, alias: layout, task: i2t}, my_scores.brightness]"
+    (pictures / "recipe.yaml").write_text(f"task: both\nreward_funcs: {rewards}\n")
+    score.main(["--config", "recipe.yaml", "--images", "out", "--prompt", "x"])
+    assert list(read_csv("scores.csv")[0]) == ["image", "prompt", "jpeg_size", "brightness"]
+    assert capsys.readouterr().err == "skipped, as they do not score pictures: multiple_choice, layout\n"
+    (pictures / "recipe.yaml").write_text("task: both\nreward_funcs: [multiple_choice]\n")
+    with pytest.raises(SystemExit):
+        score.main(["--config", "recipe.yaml", "--images", "out"])
+    assert "does not fit task 't2i'" in capsys.readouterr().err
+
+
+def test_all_batches_of_an_async_reward_have_one_open_event_loop(pictures):
+    score.main(["--rewards", "my_scores:client", "--images", "out", "--batch_size", "5"])
+    assert [row["client"] for row in read_csv("scores.csv")] == ["1.0"] * 12
+
+
 def test_values_that_are_not_finite_are_counted(pictures, capsys):
     score.main(["--rewards", "my_scores:broken_once", "--images", "out"])
     lines = capsys.readouterr().out.splitlines()
@@ -158,6 +186,7 @@ def test_values_that_are_not_finite_are_counted(pictures, capsys):
         (["--rewards", "{name: jpeg_size", "--images", "out"], "is no valid mapping"),
         (["--rewards", "jpeg_size", "--images", "out", "--batchsize", "3"], "Did you mean 'batch_size'"),
         (["--rewards", "my_scores:broken", "--images", "out"], "reward 'broken' returned 1 values"),
+        (["--rewards", "my_scores:picky", "--images", "out"], "reward 'picky' failed on out/3.png: ZeroDivisionError"),
         (["--config", "no.yaml", "--images", "out"], "there is no such file"),
         (
             ["--images", "out", "--prompt", "x", "--rewards", JUDGE],

@@ -77,6 +77,8 @@ _CONNECTOR = re.compile(
 _AFTER_LETTER = re.compile(
     r"[ \t]+(?:because|since|as|due|given|for|so|is|was|which|that|in|based|and|or|but|not|oder|ou|o|und|vs)\b", re.I
 )
+# Predicates that are written to a number without a space: "3입니다", "3です".
+_PREDICATE = r"(?=입니다|이다|이에요|예요|です|だ(?!\w)|である)"
 _CLAUSE = re.compile(r"[ \t]+(?:is|are|was|would|could|can|has|does|doesn['’]t|isn['’]t|cannot)\b", re.I)
 _STANDALONE = re.compile(r"(?<![\w'’.\-])([A-Z])(?![\w'’]|[-.][^\W_])")
 # What may stand before a letter that is chosen: nothing, a mark, or one of these words ("angle B" is no choice).
@@ -101,6 +103,20 @@ _DENIED_NOUN = re.compile(r"(?:wrong|incorrect|false|worst|falsche|mauvaise|错�
 _REJECTED = re.compile(r"[)\]*\"']*[ \t]+(?:is|are)[ \t]+(?:wrong|incorrect|not|false|the wrong)\b", re.I)
 
 
+# "not A but C", "nicht A, sondern C", "不是A而是C" after "the answer is".
+_NOT_BUT = re.compile(
+    r"\s*(?:(?:not|nicht|no|pas)\b[^.!?;:\n]{1,80}?\b(?:but(?: rather| instead)?|sondern|sino|mais)\b"
+    r"|不是[^。.!?;:\n]{1,80}?而是)",
+    re.I,
+)
+_EQUATION_LEFT = re.compile(r"[\s$\\(*∠]*([A-Za-zθ])[ \t]*=(?=[ \t]*[-+$\d])")
+_EQUATION = re.compile(
+    r"(?:(?:so|thus|hence|therefore|then|and|we get|we have|∴|=>)[,:]?[ \t]+)*[\s$\\(*∠]*"
+    r"(?<![^\W_])([A-Za-zθ])[ \t]*=[ \t]*([-+$]?\d[^=,;\n]*)",
+    re.I,
+)
+
+
 def read_option(text: str, texts: list[str]) -> str | None:
     """The option that `text` settles on; see `multiple_choice.extract_choice`."""
     found = read_lone(text, texts) or match_text(text, texts)
@@ -113,7 +129,7 @@ def read_option(text: str, texts: list[str]) -> str | None:
     found = next((letter for letter in reversed(boxed) if letter), None) or read_label(text, texts)
     # "The answer is 45 at point A" has stated something that is no option: a letter elsewhere does not count.
     found = found or _read_outer_line(text, texts)
-    return found or (None if stated else _read_standalone(text, texts))
+    return found or (None if stated else _read_standalone(text, texts) or _read_equation(text, texts))
 
 
 def read_lone(text: str, texts: list[str]) -> str | None:
@@ -142,7 +158,8 @@ def _last_statement(text: str, texts: list[str]) -> tuple[Any, bool]:
     for match in _STRONG.finditer(text):
         stated = True
         if not _DENIED_NOUN.search(text[: match.start()]):
-            found.append((match.end(), _read_statement(text[match.end() : match.end() + _REACH], texts)))
+            rest = _past_denial(text[match.end() : match.end() + _REACH], texts)
+            found.append((match.end(), _read_statement(rest, texts)))
     for match in _WEAK.finditer(text):
         if not _DENIED.search(text[: match.start()]):
             found.append((match.end(), _read_statement(text[match.end() : match.end() + _REACH], texts)))
@@ -151,6 +168,14 @@ def _last_statement(text: str, texts: list[str]) -> tuple[Any, bool]:
             found.append((match.end(), to_letter(next(filter(None, match.groups())), texts)))
     named = [letter for _, letter in sorted(found, key=lambda item: item[0]) if letter is not None]
     return (named[-1] if named else None), stated
+
+
+def _past_denial(rest: str, texts: list[str]) -> str:
+    """What follows "the answer is", without "not A but" and "x =" before the option."""
+    denial, equation = _NOT_BUT.match(rest), _EQUATION_LEFT.match(rest)
+    if equation and not to_letter(equation[1], texts):
+        return rest[equation.end() :]
+    return rest[denial.end() :] if denial else rest
 
 
 def _read_statement(rest: str, texts: list[str]) -> Any:
@@ -181,12 +206,14 @@ def _option_at_start(rest: str, texts: list[str]) -> tuple[str | None, int]:
     if letter and not _is_word(rest, 0, texts):
         return letter, 1
     line = unicodedata.normalize("NFKC", rest.partition("\n")[0]).casefold()
-    starts = [(len(t), LETTERS[i]) for i, t in enumerate(texts) if t and re.match(re.escape(t) + _END, line)]
+    starts = [
+        (len(t), LETTERS[i]) for i, t in enumerate(texts) if t and re.match(re.escape(t) + _END + r"(?![.,]\d)", line)
+    ]
     if starts:
         length, by_text = max(starts)
         return (by_text if texts.count(line[:length]) == 1 else None), length
     number = re.match(
-        rf"(\d{{1,2}})(?:번|(?=[\s)\]}}*_\"'`.:,;!$]*(?:\n|\Z|[.:]\s)))|({ROMAN})(?!\w)"
+        rf"(\d{{1,2}})(?:번|番|{_PREDICATE}|(?=[\s)\]}}*_\"'`.:,;!$]*(?:\n|\Z|[.:]\s)))|({ROMAN})(?!\w)"
         rf"|({ORDINAL})(?=[ \t]+(?:answer|option|choice|one)\b)",
         rest,
         re.I,
@@ -229,6 +256,18 @@ def _read_outer_line(text: str, texts: list[str]) -> str | None:
     lines = [line for line in text.splitlines() if line.strip()] or [""]
     found = {read_lone(line, texts) for line in (lines[0], lines[-1]) if not line.strip().isdigit()} - {None}
     return found.pop() if len(found) == 1 else None
+
+
+def _read_equation(text: str, texts: list[str]) -> str | None:
+    """The option that a last clause like "so x = 45" gives a variable; None if x has other options' values, too."""
+    lines = text.strip().splitlines() or [""]
+    clauses = [clause.strip() for clause in re.split(r"[,;]\s|\.\s", lines[-1]) if clause.strip(" .")]
+    last = _EQUATION.fullmatch(clauses[-1]) if clauses else None
+    if last is None or to_letter(last[1], texts):  # "A = 45" may define the option's own letter
+        return None
+    values = re.findall(rf"(?<!\w){last[1]}[ \t]*=[ \t]*([-+$]?\d[^\s=,;]*)", text)
+    found = {match_text(value.rstrip("\\)]$*. "), texts) for value in [*values, last[2]]} - {None}
+    return found.pop() if len(found) == 1 and match_text(last[2].rstrip("\\)]$*. "), texts) else None
 
 
 def _read_standalone(text: str, texts: list[str]) -> str | None:

@@ -109,10 +109,13 @@ class GenEval:
         labels = [sorted({clause["class"] for clause in [*wanted, *unwanted]}) for wanted, unwanted in rows]
         found, counts, failed = await self._detect(generated_images, labels)
         tags = tag or [""] * count
-        values = [
-            None if objects is None else self._value(image, *row, objects, tag or "")
-            for image, row, objects, tag in zip(generated_images, rows, found, tags, strict=True)
-        ]
+        # A thread of its own, as for the detector: `color_classifier` may be a model.
+        values = await asyncio.to_thread(
+            lambda: [
+                None if objects is None else self._value(image, *row, objects, tag or "")
+                for image, row, objects, tag in zip(generated_images, rows, found, tags, strict=True)
+            ]
+        )
         return Scores(values, counts=counts, failed=failed)
 
     def verdict(self, image: Any, include: list, exclude: list, found: Sequence[Detection], tag: str = "") -> Verdict:

@@ -1,11 +1,12 @@
 """HPSv2.1: human preference score of a picture for its caption, by a tuned open_clip ViT-H-14 (arXiv:2306.09341)."""
 
+import os
 from typing import Any
 
 from janus_trl.rewards.calling import Scores
 from janus_trl.rewards.captions import RewardPrompt, captions_of
 from janus_trl.rewards.clip_models import OpenClip, check_open_clip, pair_cosines
-from janus_trl.rewards.placement import DType, FrozenModel, Placement
+from janus_trl.rewards.placement import DType, FrozenModel, Placement, check_file
 
 
 class HPSv2:
@@ -18,7 +19,8 @@ class HPSv2:
         reward_prompt: What the picture is compared with: the user's `prompt`, the `reasoning`, or `both`.
 
     Raises:
-        ValueError: No such file, an architecture that open_clip does not know, or from `Placement`.
+        ValueError: No such file (a published tag of CLIP is none: its weights are not HPSv2's), an architecture that
+            open_clip does not know, or from `Placement`.
     """
 
     self_test = True
@@ -34,7 +36,9 @@ class HPSv2:
         reward_prompt: RewardPrompt = "prompt",
     ):
         self.placement = Placement("hps_v2", device, dtype, batch_size, offload)
-        path = check_open_clip("hps_v2", model, checkpoint)
+        # Absolute: open_clip takes a bare name like `openai` for a tag, even where such a file exists.
+        path = os.path.abspath(check_file("hps_v2", "checkpoint", checkpoint))
+        check_open_clip("hps_v2", model, path)
         self.clip = FrozenModel(self.placement, lambda: OpenClip.load("hps_v2", model, path))
         self.reward_prompt = reward_prompt
 

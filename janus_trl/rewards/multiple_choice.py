@@ -32,9 +32,10 @@ def extract_choice(text: str, choices: Sequence[str] | None = None) -> str | Non
     Read in this order, and the first kind found decides: the last `<answer>` block (its end tag may be missing); the
     whole text as a letter, a number counted from 1, or an option's text; the last statement such as "the answer is B";
     the last `\\boxed{B}`; a leading label such as "B) red"; a letter on a line of its own; the only letter that is
-    standing as a choice. After `</think>` only the rest counts, and a thought that is not closed never does. Letters of
-    other alphabets count by their place in it, unless a Latin letter of another place looks the same. Numbers count as
-    positions only if no option's text begins with a number.
+    standing as a choice; a last clause such as "so x = 45" with an option's value. After `</think>` only the rest
+    counts, and a thought that is not closed never does. Letters of other alphabets count by their place in it, unless a
+    Latin letter of another place looks the same. Numbers count as positions only if no option's text begins with a
+    number.
 
     Args:
         text: The completion.

@@ -1,8 +1,8 @@
 """What is asked of a neural reward before training: it tells a blank picture from a noisy one."""
 
-import asyncio
-import inspect
 from collections.abc import Callable
+
+from janus_trl.rewards.event_loop import run_until_complete
 
 CAPTION = "a photo of a red cat on a chair"
 SIZE = 64  # pixels; scorers resize
@@ -25,8 +25,7 @@ def check_on_pictures(reward: Callable) -> None:
     failed = f"reward '{reward.__name__}' failed its self-test on a blank and a noise picture"
     arguments = {"prompts": [CAPTION] * 2, "completions": [CAPTION] * 2, "completion_ids": [[0], [0]]}
     try:
-        values = reward(**arguments, generated_images=pictures)
-        values = asyncio.run(values) if inspect.iscoroutine(values) else values
+        values = run_until_complete(reward(**arguments, generated_images=pictures))
     except Exception as error:
         raise ValueError(f"{failed}: {type(error).__name__}: {error}") from error
     if values.faults or None in values:

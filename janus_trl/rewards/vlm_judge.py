@@ -47,10 +47,12 @@ class VLMJudge:
         image_format: `png` (exact) or `jpeg` (smaller).
         concurrency, timeout, max_retries: Calls at a time; seconds for one try; further tries, after 0.5, 1, 2, ...
             seconds or what `Retry-After` says.
+        extra_body: Further keys of the request; they replace those above, and a value of None removes one (e.g.
+            `{max_tokens: null, max_completion_tokens: 8}`).
 
     Raises:
         ValueError: An address that is none, a template without `{prompt}`, a key in place of its variable's name, a
-            variable that is not set, words that are both yes and no, numbers out of range.
+            variable that is not set, words that are both yes and no, numbers out of range, `messages` in extra_body.
     """
 
     def __init__(
@@ -67,17 +69,24 @@ class VLMJudge:
         concurrency: int = 16,
         timeout: float = 60.0,
         max_retries: int = 3,
+        extra_body: dict | None = None,
     ):
         check_question(question)
         self._words = _verdict_words(yes, no)
         if max_tokens < 1:
             raise ValueError(f"reward 'vlm_judge': max_tokens is {max_tokens}; it must be at least 1.")
+        if not isinstance(extra_body, dict | None):
+            raise ValueError(f"reward 'vlm_judge': extra_body is {extra_body!r:.60}; write keys and values.")
+        if "messages" in (extra_body or {}):
+            raise ValueError(
+                "reward 'vlm_judge': extra_body holds messages, which are picture and `question`; set that."
+            )
         url = base_url.rstrip("/")
         url += "" if url.endswith("/chat/completions") else "/chat/completions"
         key = read_key("vlm_judge", api_key_env)
         self._service = JsonService("vlm_judge", url, key, timeout, max_retries, concurrency)
         self._model, self._question, self._max_tokens = model, question, max_tokens
-        self._format, self._use_logprobs = image_format, use_logprobs
+        self._format, self._use_logprobs, self._extra_body = image_format, use_logprobs, extra_body or {}
 
     async def __call__(self, prompts: list[str], generated_images: list, **columns: Any) -> Scores:
         """One value per row; `prompts` are the captions, `generated_images` RGB PIL pictures.
@@ -131,7 +140,8 @@ class VLMJudge:
             "max_tokens": self._max_tokens,
             "temperature": 0,
         }
-        return body | ({"logprobs": True, "top_logprobs": TOP_LOGPROBS} if self._use_logprobs else {})
+        body |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS} if self._use_logprobs else {}
+        return {name: value for name, value in (body | self._extra_body).items() if value is not None}
 
     def _read(self, reply: dict) -> float:
         choice = reply["choices"][0]

@@ -153,11 +153,12 @@ class Scored:
 def evaluate_model(name: str, rows: Dataset, rewards: RewardSet, args: EvaluateArguments) -> Scored:
     """Sample and score one model; its weights are freed afterwards."""
     model, processor = load(name, base_checkpoint(name), args.prompt_template)
-    rewards.load()
+    or_exit(lambda _: rewards.load(), [])
     result = sample(model, processor, rows, args)
     texts = processor.batch_decode(result.completion_ids, skip_special_tokens=True)
     records = [dict(row) for row in rows]
-    values = call_rewards(rewards, records, texts, result.completion_ids, result.images)
+    given = (rewards, records, texts, result.completion_ids, result.images)
+    values = or_exit(lambda _: call_rewards(*given), [])
     totals = weighted_totals(rewards, values)
     line = {"prompt_template": prompt_template(processor), "rows": len(rows)}
     line |= figures(rewards, values, list(rows["category"]) if "category" in rows.column_names else None)

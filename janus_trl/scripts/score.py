@@ -3,14 +3,13 @@
 Writes one CSV row per picture and prints a table. The quickest way to understand a reward, and to see what it costs.
 """
 
-import asyncio
 import csv
 import functools
 import glob
-import inspect
 import json
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,8 +22,9 @@ from transformers import TrainerState
 
 from janus_trl.config_checks import at_least
 from janus_trl.data import load_image
+from janus_trl.evaluation import call_all
 from janus_trl.recipe import RecipeParser, or_exit, read_recipe
-from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
+from janus_trl.rewards import REGISTERED_REWARDS, RewardSet, check_reward_rows, get_reward_funcs, parse_reward_specs
 from janus_trl.rewards.calling import named_parameters, wrapped_reward
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -68,13 +68,29 @@ def configure(argv: list[str]) -> tuple[ScoreArguments, list[dict[str, Any]], Re
     # transformers' parser reserves the name `config` for a file of the script's own arguments.
     argv = ["--recipe" + word.removeprefix("--config") if word.split("=")[0] == "--config" else word for word in argv]
     (args,) = RecipeParser((ScoreArguments,)).parse_args_into_dataclasses(argv)
-    specs = read_recipe(args.recipe).get("reward_funcs") if args.recipe else [read_spec(spec) for spec in args.rewards]
+    specs = recipe_specs(args.recipe) if args.recipe else [read_spec(spec) for spec in args.rewards]
     rows = read_rows(args)
     columns = sorted(set().union(*rows) - {"image"})
     rewards = get_reward_funcs(specs, task="t2i", columns=columns)
     check_prompts(rewards, columns)
     check_reward_rows(specs, Dataset.from_list([{"prompt": None, **without_picture(row)} for row in rows]))
     return args, rows, rewards
+
+
+def recipe_specs(path: str) -> Any:
+    """The `reward_funcs` of a recipe; of one of both tasks those that score pictures, and a line names the others."""
+    recipe = read_recipe(path)
+    specs = recipe.get("reward_funcs")
+    if recipe.get("task") != "both":
+        return specs
+    parsed = parse_reward_specs(specs)
+    registered = {name: reward.tasks for name, reward in REGISTERED_REWARDS.items()}
+    fits = ["t2i" in ((spec.task,) if spec.task else registered.get(spec.name, ("t2i",))) for spec in parsed]
+    skipped = [str(spec.alias or spec.name) for spec, fit in zip(parsed, fits) if not fit]
+    if all(fits) or not any(fits):
+        return specs
+    print(f"skipped, as they do not score pictures: {', '.join(skipped)}", file=sys.stderr)
+    return [spec for spec, fit in zip(parsed, fits) if fit]
 
 
 def check_prompts(rewards: RewardSet, columns: list[str]) -> None:
@@ -191,8 +207,7 @@ def score(rewards: RewardSet, rows: list[dict[str, Any]], log_metric: Callable) 
     given |= {"completions": [row.get("completion") or row.get("reasoning") or "" for row in rows]}
     given |= {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": log_metric}
     given |= {"generated_images": [load_image(row["image"]) for row in rows]}
-    values = [function(**given) for function in rewards.funcs]
-    return [asyncio.run(value) if inspect.iscoroutine(value) else value for value in values]
+    return call_all(rewards, given, lambda row: rows[row]["image"])
 
 
 def table(names: list[str], rows: list[dict[str, Any]], values: dict[str, list[float | None]]) -> str:
