@@ -8,10 +8,9 @@ to score. `settle` turns both into what is trained on and what is said.
 import asyncio
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ from .rewards.calling import (
     wrap_reward,
     wrapped_reward,
 )
+from .rewards.event_loop import submit
 from .rewards.placement import Placement
 from .rewards.targets import check_parameters
 
@@ -148,12 +148,11 @@ class RewardCalls:
     def __init__(self, on_error: str = "raise", timeout: float | None = None):
         self.on_error, self.timeout = on_error, timeout
         self.rewards: list[GuardedReward] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._said: set[tuple[str, str]] = set()
 
     def run(self, arguments: dict[str, Any]) -> None:
         """Call all rewards: `async` ones together, those on the CPU in a thread beside those that are not."""
-        waiting = [(r, self._submit(r.score_async(arguments, self.timeout))) for r in self.rewards if r.is_async]
+        waiting = [(r, submit(r.score_async(arguments, self.timeout))) for r in self.rewards if r.is_async]
         here = [reward for reward in self.rewards if not reward.is_async and not reward.beside]
         beside = [reward for reward in self.rewards if not reward.is_async and reward.beside]
         with ThreadPoolExecutor(1) as pool:
@@ -193,15 +192,9 @@ class RewardCalls:
             self._said.add((name, kind))
             logger.warning("reward '%s' %s (counted in rewards/%s/%s; said once).", name, message, name, kind)
 
-    def _submit(self, coroutine: Coroutine) -> Future:
-        if self._loop is None:  # one loop for all steps: clients that a reward keeps belong to it
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True, name="rewards").start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
     def wait(self, coroutine: Coroutine) -> Any:
         """The result of a coroutine on the loop of the `async` rewards."""
-        return self._submit(coroutine).result()
+        return submit(coroutine).result()
 
 
 def guard(

@@ -1,10 +1,12 @@
-"""The event loop of `async` rewards outside of training steps: one per process, never closed."""
+"""The event loop of `async` rewards: one per process, never closed."""
 
 import asyncio
 import functools
 import inspect
 import os
 import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any
 
 
@@ -16,7 +18,12 @@ def run_until_complete(value: Any) -> Any:
     """
     if not inspect.iscoroutine(value):
         return value
-    return asyncio.run_coroutine_threadsafe(value, _loop(os.getpid())).result()
+    return submit(value).result()
+
+
+def submit(coroutine: Coroutine) -> Future:
+    """Start a coroutine on the loop of this process."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop(os.getpid()))
 
 
 @functools.cache
