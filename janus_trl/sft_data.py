@@ -61,6 +61,18 @@ def first_drawn(dataset: Dataset | None, count: int) -> list[dict[str, str]]:
     return [{"prompt": row["prompt"], "reasoning": row.get("reasoning") or ""} for row in rows]
 
 
+def task_of(dataset: Dataset) -> str:
+    """`t2i` where all rows have `image_codes`, `i2t` where none has, else `both`."""
+    if "image_codes" not in dataset.column_names:
+        return "i2t"
+    kinds: set[bool] = set()
+    for table in dataset.select_columns(["image_codes"]).with_format("arrow").iter(1000):
+        kinds |= set(_filled(table["image_codes"]))
+        if len(kinds) == 2:
+            return "both"
+    return "t2i" if True in kinds else "i2t"
+
+
 @dataclass(frozen=True)
 class LossWeights:
     """What the loss of a label counts: `text` (also `<end_of_image>` and eos), `image` (codes), `begin_of_image`."""
