@@ -159,9 +159,10 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
         return sampler
 
     def _run_epoch(self, model, epoch, *args, **kwargs):
-        """Shuffle by seed and epoch, so that a resumed run sees the rows of a straight one."""
+        """Shuffle and blank by seed and epoch, so that a resumed run sees the rows of a straight one."""
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.data_collator.seed = (seed, epoch)
         if self._length_sampler is not None:
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
             self._length_sampler.generator.manual_seed(seed + epoch)
         return super()._run_epoch(model, epoch, *args, **kwargs)
 
