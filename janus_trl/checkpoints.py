@@ -5,23 +5,22 @@ so a run that is killed while it saves leaves no half-written `checkpoint-N`. `j
 the files with their sizes: a folder that was cut short later (a copy, a deletion, a full disk) is recognised too.
 """
 
+import contextlib
 import json
 import re
 import shutil
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import peft
 import torch
-import transformers
-import trl
 
 from .config_checks import did_you_mean
 
 MANIFEST = "janus_trl.json"
 # The leading underscore keeps it out of pushes: transformers uploads the output folder without `_*`.
 UNFINISHED = "_unfinished"
+PACKAGES = ("janus_trl", "transformers", "trl", "accelerate", "peft", "deepspeed")
 _NAME = re.compile(r"^checkpoint-(\d+)$")
 
 
@@ -30,9 +29,12 @@ class CheckpointError(RuntimeError):
 
 
 def versions() -> dict[str, str]:
-    """Versions of what reads and writes a checkpoint."""
-    packages = {"transformers": transformers, "trl": trl, "accelerate": accelerate, "peft": peft, "torch": torch}
-    return {name: package.__version__ for name, package in packages.items()}
+    """Versions of what reads and writes a checkpoint, as far as it is installed."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return {**found, "torch": torch.__version__}  # with the CUDA that it was built for
 
 
 def sampling_facts(args: Any) -> dict[str, Any]:

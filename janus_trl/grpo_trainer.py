@@ -355,7 +355,7 @@ class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing,
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         """TRL's card speaks of text generation; this one is about Janus."""
-        write_model_card(self, "GRPO", None if self.task == "both" else self.task, model_name)
+        write_model_card(self, "GRPO", self.task, model_name)
 
 
 def _as_list(value) -> list:

@@ -58,8 +58,8 @@ def _check_write(api: HfApi, repo: str) -> None:
 
 def _refusal(repo: str, reason: str) -> str:
     return (
-        f"push_to_hub = True, but {repo!r} cannot be written: {reason}. Log in with a token that may write "
-        "(`hf auth login`, HF_TOKEN or hub_token), choose another hub_model_id, or set push_to_hub: false."
+        f"push_to_hub = True, but {repo!r} cannot be written: {reason.rstrip('. ')}. Log in with a token that may "
+        "write (`hf auth login`, HF_TOKEN or hub_token), choose another hub_model_id, or set push_to_hub: false."
     )
 
 

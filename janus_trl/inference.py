@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from transformers import JanusProcessor
 
-from .checkpoints import read_manifest
+from .adapter_files import adapter_base, adapter_folder, is_adapter, model_file
+from .checkpoints import MANIFEST, read_manifest
 from .engine import DecodeEngine, supports
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
 from .picture_decoder import PictureDecoder
@@ -19,35 +20,32 @@ from .recipe import resolve_model
 SAMPLE_BYTES = 65536  # of each weight file, for the fingerprint
 
 
-def is_adapter(folder: str | None) -> bool:
-    """Whether a folder holds a PEFT adapter instead of a model."""
-    return folder is not None and (Path(folder) / "adapter_config.json").is_file()
-
-
-def trained_length(folder: str | None, task: str) -> int | None:
-    """Text tokens at most with which a checkpoint of ours was trained; None where its folder does not say."""
-    sampling = read_manifest(folder or "").get("sampling", {})
+def trained_length(name: str | None, task: str) -> int | None:
+    """Text tokens at most with which a checkpoint of ours (folder or Hub id) was trained; None where it says none."""
+    manifest = model_file(name, MANIFEST)
+    sampling = read_manifest(manifest.parent).get("sampling", {}) if manifest else {}
     return sampling.get({"t2i": "max_reasoning_length", "i2t": "max_completion_length"}[task])
 
 
 def base_checkpoint(name: str | None) -> str:
-    """The checkpoint that `name` is, or that an adapter in the folder `name` belongs to; reads no weights.
+    """The checkpoint that `name` is, or that an adapter (folder or Hub id) belongs to; reads no weights.
 
     Raises:
         ValueError: see `resolve_model`.
     """
-    return resolve_model(PeftConfig.from_pretrained(name).base_model_name_or_path if is_adapter(name) else name)
+    return resolve_model(adapter_base(name) if is_adapter(name) else name)
 
 
 def load(name: str, base: str, template: str | None = None) -> tuple[JanusForInterleavedGeneration, JanusProcessor]:
     """The model (adapter merged; bfloat16 on a GPU, float32 on CPU) and its processor, with a prompt template."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     # A trainer saves the processor, with the template of the training, beside an adapter too.
-    with_processor = is_adapter(name) and (Path(name) / "processor_config.json").is_file()
-    processor = JanusProcessor.from_pretrained(name if with_processor else base)
+    adapter = adapter_folder(name)
+    with_processor = adapter and (Path(adapter) / "processor_config.json").is_file()
+    processor = JanusProcessor.from_pretrained(adapter if with_processor else base)
     bind_prompt_template(processor, template)
     model = JanusForInterleavedGeneration.from_pretrained(base, dtype=dtype)
-    model = PeftModel.from_pretrained(model, name).merge_and_unload() if is_adapter(name) else model
+    model = PeftModel.from_pretrained(model, adapter).merge_and_unload() if adapter else model
     bind_special_ids(model, processor)
     return model.to(device).eval(), processor
 

@@ -4,7 +4,6 @@ bfloat16 rounds the sum of a weight and a small update to the weight itself (pef
 float32, and rounded once, at the end, if a smaller dtype is asked for.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,9 +130,3 @@ def merge(adapter: str, base: str, output_dir: str, dtype: torch.dtype = torch.f
 
 def _has_processor(folder: str) -> bool:
     return (Path(folder) / "processor_config.json").is_file()
-
-
-def adapter_base(folder: str) -> str | None:
-    """The base that an adapter names; None for a folder without adapter."""
-    path = Path(folder) / "adapter_config.json"
-    return json.loads(path.read_text())["base_model_name_or_path"] if path.is_file() else None

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 from accelerate.utils import is_peft_model
 
+from .adapter_files import adapter_folder
 from .card_snippets import Usage, snippet
 from .checkpoints import read_manifest, versions
 from .prompts import prompt_template
@@ -15,28 +16,33 @@ _KINDS = {"t2i": ("text-to-image", "text-to-image"), "i2t": ("image-to-text", "i
 _LOCAL_BASE = "path/to/the/base"
 
 
-def write_model_card(trainer, method: str, task: str | None, model_name: str | None = None) -> None:
+def write_model_card(
+    trainer, method: str, task: str | None, model_name: str | None = None, reasoning_length: int | None = None
+) -> None:
     """Write `README.md` to the output folder: base, method, curve end points, samples, how to use it, the recipe.
 
     Args:
         trainer: a `JanusGRPOTrainer` or `JanusSFTTrainer`; the main process writes.
         method: `GRPO` or `SFT`.
-        task: `t2i`, `i2t`, or None for both.
+        task: `t2i` or `i2t`; `both` or None for both.
         model_name: title; the name of the output folder if None.
+        reasoning_length: most text tokens before a picture; `max_reasoning_length` of the arguments if None.
     """
     if not trainer.is_world_process_zero():
         return
     folder, args = Path(trainer.args.output_dir), trainer.args
+    task = task if task in _KINDS else None
+    pushed_to = getattr(trainer, "hub_model_id", None)  # set where something is pushed
     adapter = is_peft_model(trainer.model)
     model = trainer.model.get_base_model() if adapter else trainer.model
     known = hub_id(model, getattr(args, "base_model_id", None))  # a local folder means nothing to others
-    name = getattr(trainer, "hub_model_id", None) or args.hub_model_id or model_name or folder.name
+    name = pushed_to or args.hub_model_id or model_name or folder.name
     usage = Usage(
-        name,
+        pushed_to or folder.as_posix(),
         base=(known or _LOCAL_BASE) if adapter else None,
         template=prompt_template(trainer.processing_class),
         guidance_scale=getattr(args, "guidance_scale", None) or getattr(args, "eval_guidance_scale", 5.0),
-        reasoning_length=getattr(args, "max_reasoning_length", None) or 0,
+        reasoning_length=reasoning_length or getattr(args, "max_reasoning_length", None) or 0,
         answer_length=getattr(args, "max_completion_length", None) or 256,
     )
     sections = [
@@ -57,16 +63,18 @@ def write_model_card(trainer, method: str, task: str | None, model_name: str | N
 
 def merged_card(adapter: str, base: str, output_dir: str, comparisons: list[str]) -> str:
     """The card of a merged checkpoint, with what the merge changed."""
-    facts, folder = read_manifest(adapter), Path(adapter)
-    task, known = facts.get("task"), None if Path(base).is_dir() else base
+    folder = Path(adapter_folder(adapter) or adapter)
+    facts = read_manifest(folder)
+    task = facts.get("task") if facts.get("task") in _KINDS else None  # a run of both names `both`
+    known = None if Path(base).is_dir() else base
     method = facts.get("method") or "LoRA"
     measured = "\n".join(f"- {line}" for line in comparisons)
     sections = [
         _front_matter(known, method, task, adapter=False),
         f"# {Path(output_dir).name}",
-        f"{known or 'A Janus checkpoint'} with the adapter {folder.name} merged into it, trained by janus_trl.",
+        f"{known or 'A Janus checkpoint'} with the adapter {Path(adapter).name} merged into it, trained by janus_trl.",
         f"Compared with base and adapter on one prompt:\n\n{measured}",
-        snippet(_merged_usage(Path(output_dir).name, facts.get("sampling", {})), task),
+        snippet(_merged_usage(Path(output_dir).as_posix(), facts.get("sampling", {})), task),
         _recipe(folder),
         _versions(),
     ]

@@ -10,6 +10,7 @@ import yaml
 from transformers import PretrainedConfig
 from trl import TrlParser
 
+from .adapter_files import is_adapter
 from .config_checks import check_batch_sizes, did_you_mean
 
 # Hub ids of converted checkpoints, for who comes with an original one.
@@ -29,8 +30,13 @@ class RecipeParser(TrlParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if flags := [word for word in unknown if word.startswith("--")]:
             raise ValueError(unknown_option(flags[0].lstrip("-").split("=")[0], vars(namespace), "command line"))
+        dry_run = getattr(namespace, "dry_run", False)
+        if dry_run and getattr(namespace, "accelerate_config", None) and not namespace.num_processes:
+            from .memory_setup import machine_from  # imports TRL's trainers, which other scripts need not wait for
+
+            namespace.num_processes = machine_from(namespace.accelerate_config, None).processes
         processes = getattr(namespace, "num_processes", None)
-        if processes and getattr(namespace, "dry_run", False) and hasattr(namespace, "num_generations"):
+        if processes and dry_run and hasattr(namespace, "num_generations"):
             # One plain process checks the batch of the run that `processes` will do: here it holds their rows.
             check_batch_sizes(
                 processes=processes,
@@ -95,7 +101,7 @@ def resolve_model(name: str | None, revision: str | None = None) -> str:
     """Path or Hub id of a Janus checkpoint; `tiny` is the one in the package. Reads the config, no weights.
 
     Raises:
-        ValueError: if it is missing, not a Janus, or an original `multi_modality` checkpoint.
+        ValueError: if it is missing, not a Janus, an adapter, or an original `multi_modality` checkpoint.
     """
     if not name:
         raise ValueError("model_name_or_path is not set. Use a folder, a Hub id, or `tiny` for the embedded world.")
@@ -106,6 +112,11 @@ def resolve_model(name: str | None, revision: str | None = None) -> str:
         if not config:
             raise OSError("it has no config.json")
     except OSError as error:
+        if is_adapter(name, revision):
+            raise ValueError(
+                f"model_name_or_path = {name} is an adapter; a run starts from a whole model. Merge it first: python "
+                f"-m janus_trl.scripts.merge --adapter {name} --output_dir {Path(name).name}-merged"
+            ) from error
         raise ValueError(
             f"model_name_or_path = {name}: no checkpoint found ({str(error).splitlines()[0]}). Give a folder with a "
             "config.json or the Hub id of a converted Janus, and check the network for the latter."

@@ -71,6 +71,7 @@ class Checkpointing(HubPushing):
             known = {name for name, _ in self.model.named_parameters()}
             if missing := [name for name in expected if name not in known]:  # the optimizer state would not fit either
                 raise CheckpointError(mismatch_message(point, self.model, [], missing))
+        self.interrupted = False  # of an earlier call
         with stop_on_sigterm() as self._stop:
             return super().train(point, *args, **kwargs)
 

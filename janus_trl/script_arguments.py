@@ -64,7 +64,9 @@ class JanusScriptArguments:
         default=None, metadata={"help": "Rows that a neural reward scores at a time, unless its args say; 8 if unset."}
     )
     dry_run: bool = field(default=False, metadata={"help": "Check recipe, data and rewards, say what it is, exit 0."})
-    num_processes: int | None = field(default=None, metadata={"help": "dry_run: processes the run will have."})
+    num_processes: int | None = field(
+        default=None, metadata={"help": "dry_run: processes the run will have; those of accelerate_config if unset."}
+    )
     accelerate_config: str | None = field(
         default=None, metadata={"help": "dry_run: file or name in accelerate_configs/ that the run will have."}
     )

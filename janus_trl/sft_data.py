@@ -1,5 +1,6 @@
 """SFT rows: which are refused, how long they are, their joint ids and labels, and the weight of each label."""
 
+import hashlib
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -61,6 +62,18 @@ def first_drawn(dataset: Dataset | None, count: int) -> list[dict[str, str]]:
     return [{"prompt": row["prompt"], "reasoning": row.get("reasoning") or ""} for row in rows]
 
 
+def task_of(dataset: Dataset) -> str:
+    """`t2i` where all rows have `image_codes`, `i2t` where none has, else `both`."""
+    if "image_codes" not in dataset.column_names:
+        return "i2t"
+    kinds: set[bool] = set()
+    for table in dataset.select_columns(["image_codes"]).with_format("arrow").iter(1000):
+        kinds |= set(_filled(table["image_codes"]))
+        if len(kinds) == 2:
+            return "both"
+    return "t2i" if True in kinds else "i2t"
+
+
 @dataclass(frozen=True)
 class LossWeights:
     """What the loss of a label counts: `text` (also `<end_of_image>` and eos), `image` (codes), `begin_of_image`."""
@@ -83,13 +96,16 @@ class JointCollator:
 
     Labels are -100 on prompt and padding. `t2i` rows end in `<begin_of_image>`, codes, `<end_of_image>`, eos, as in a
     rollout. A share `guidance_dropout` of them is blanked exactly as the sampler blanks its unconditional stream;
-    there only codes are labels, since the blanked text is no text to learn.
+    there only codes are labels, since the blanked text is no text to learn. With `seed` (of the run, and epoch) which
+    ones depends on it and on the row alone: batches are collated ahead, so a resumed run has not the random state with
+    which that of its first step was.
     """
 
     processor: JanusProcessor
     special: SpecialIds
     vocab_size: int
     guidance_dropout: float = 0.0
+    seed: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, model: JanusForInterleavedGeneration, processor: JanusProcessor, guidance_dropout: float):
@@ -105,7 +121,7 @@ class JointCollator:
             completion = torch.tensor(self.completion_ids(row))
             row_ids = torch.cat([prompt, completion])
             row_labels = torch.cat([torch.full_like(prompt, -100), completion])
-            if row.get("image_codes") and torch.rand(()) < self.guidance_dropout:
+            if row.get("image_codes") and self._draw(row_ids) < self.guidance_dropout:
                 row_ids, row_labels = self.blank(row_ids, row_labels)
             ids.append(row_ids)
             labels.append(row_labels)
@@ -118,6 +134,13 @@ class JointCollator:
         if encoded["pixel_values"] is not None:
             batch["pixel_values"] = encoded["pixel_values"]
         return batch
+
+    def _draw(self, ids: torch.LongTensor) -> float:
+        """Uniform in [0, 1)."""
+        if self.seed is None:
+            return torch.rand(()).item()
+        digest = hashlib.blake2b(repr((self.seed, ids.tolist())).encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "big") / 2**32
 
     def completion_ids(self, row: dict) -> list[int]:
         """Joint ids of the completion: reasoning and picture, or answer."""

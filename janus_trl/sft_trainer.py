@@ -1,6 +1,7 @@
 """SFT for Janus: cross-entropy on reasoning, image codes and answers, through the forward that RL scores with."""
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from accelerate.utils import is_peft_model
@@ -22,7 +23,7 @@ from .prompts import bind_prompt_template
 from .reporting import guard_dashboards
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .saving import Checkpointing
-from .sft_data import JointCollator, LossWeights, first_drawn, refuse_edits
+from .sft_data import JointCollator, LossWeights, first_drawn, refuse_edits, task_of
 from .trainable import freeze_for_task, trainable_table
 
 
@@ -89,9 +90,18 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
         """The Janus model inside adapter and wrappers."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
+    @cached_property
+    def task(self) -> str:
+        """`t2i`, `i2t` or `both`, as the training rows are."""
+        return task_of(self.train_dataset)
+
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         """TRL's card speaks of text generation; this one is about Janus."""
-        write_model_card(self, "SFT", None, model_name)
+        if self.accelerator.is_main_process:
+            count = self.args.num_samples or 1
+            rows = first_drawn(self.eval_dataset, count) or first_drawn(self.train_dataset, count)
+            length = self._reasoning_length(rows)
+            write_model_card(self, "SFT", self.task, model_name, reasoning_length=length)
 
     # Loss ------------------------------------------------------------------------------------------------------------
 
@@ -149,9 +159,10 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
         return sampler
 
     def _run_epoch(self, model, epoch, *args, **kwargs):
-        """Shuffle by seed and epoch, so that a resumed run sees the rows of a straight one."""
+        """Shuffle and blank by seed and epoch, so that a resumed run sees the rows of a straight one."""
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.data_collator.seed = (seed, epoch)
         if self._length_sampler is not None:
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
             self._length_sampler.generator.manual_seed(seed + epoch)
         return super()._run_epoch(model, epoch, *args, **kwargs)
 
@@ -162,10 +173,7 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
         inputs = first_drawn(self.eval_dataset, rows)
         if not inputs:
             return []
-        length = self.args.max_reasoning_length
-        if length is None:
-            tokenizer = self.processing_class.tokenizer
-            length = max(len(tokenizer(row["reasoning"], add_special_tokens=False)["input_ids"]) for row in inputs)
+        length = self._reasoning_length(inputs)
         # One more for the `<begin_of_image>` that ends a reasoning.
         settings = SamplingSettings("t2i", length and length + 1, self.args.eval_guidance_scale)
         result = self._sample([row["prompt"] for row in inputs], settings)
@@ -174,6 +182,14 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
             {"image": picture, "prompt": row["prompt"], "reasoning": text}
             for row, picture, text in zip(inputs, result.images, texts, strict=True)
         ]
+
+    def _reasoning_length(self, rows: list[dict[str, str]]) -> int:
+        """`max_reasoning_length`; if unset the most tokens among the reasonings of `rows`."""
+        if self.args.max_reasoning_length is not None:
+            return self.args.max_reasoning_length
+        tokenizer = self.processing_class.tokenizer
+        texts = [row["reasoning"] for row in rows]
+        return max((len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts), default=0)
 
     def _sample(self, prompts: list[str], settings: SamplingSettings) -> Rollout:
         """One completion per prompt with the current weights, the same on every rank."""

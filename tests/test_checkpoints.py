@@ -32,7 +32,7 @@ def test_a_whole_folder_lists_its_files_and_the_versions_that_wrote_it(tmp_path)
     folder = checkpoint(tmp_path, 2)
     manifest = read_manifest(folder)
     assert manifest["files"] == {"model.safetensors": 100, "shards/rank_0.pt": 50, "trainer_state.json": 2}
-    assert {"transformers", "trl", "peft", "torch", "accelerate"} == set(manifest["versions"])
+    assert {"janus_trl", "transformers", "trl", "peft", "torch", "accelerate", "deepspeed"} == set(manifest["versions"])
     assert why_not_whole(folder) is None
 
 

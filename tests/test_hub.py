@@ -65,7 +65,9 @@ def test_access_is_proved_by_making_the_repository(server, tmp_path, name, repo)
 
 def test_a_dry_run_makes_no_repository(server, tmp_path):
     check_write_access(arguments(tmp_path), create=False)
-    assert server.repos == {} and server.seen == ["GET /api/whoami-v2"]
+    # huggingface_hub may ask something of its own in the first request of a process.
+    assert server.repos == {} and server.seen[-1] == "GET /api/whoami-v2"
+    assert all(request.startswith("GET /api/") for request in server.seen)
 
 
 @pytest.mark.parametrize(("harm", "settings", "reason"), [
@@ -81,7 +83,8 @@ def test_no_access_is_refused_with_the_reason_and_ways_out(server, tmp_path, mon
     harm(server, monkeypatch)
     with pytest.raises(ValueError, match=reason) as refusal:
         check_write_access(arguments(tmp_path, **settings))
-    assert "push_to_hub: false" in str(refusal.value) and "hf_wrong" not in str(refusal.value)
+    message = str(refusal.value)
+    assert "push_to_hub: false" in message and "hf_wrong" not in message and ".." not in message.replace("...", "")
 
 
 def test_the_script_and_the_trainer_refuse_before_weights_load(server, tmp_path, monkeypatch, capsys, trainer_of):

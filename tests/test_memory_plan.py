@@ -257,8 +257,10 @@ def test_a_dry_run_prints_the_plan_of_each_gpu(recipe, capsys):
     out = capsys.readouterr().out
     assert "Planned GPU memory in GiB per GPU (2 GPUs, ZeRO-3; full fine-tuning" in out
     assert "KV cache" in out and "fits into 8 GiB" in out
-    grpo.main(["--config", recipe, "--dry_run", "true", "--accelerate_config", "cpu"])
-    assert "Planned GPU memory" not in capsys.readouterr().out
+    for words in (["--accelerate_config", "cpu"], []):
+        grpo.main(["--config", recipe, "--dry_run", "true", *words])
+        out = capsys.readouterr().out
+        assert "Planned GPU memory" not in out and ("No GPU here" in out) == (not words)
 
 
 def test_an_unknown_accelerate_file_is_refused_with_the_nearest_name(recipe, capsys):

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from PIL import Image
 
 from janus_trl.card_snippets import Usage, snippet
-from janus_trl.model_card import write_model_card
+from janus_trl.model_card import merged_card, write_model_card
 from tests.grpo import lora
+from tests.sft import FEATURES, mixed_rows, sft_trainer
 
 
 def trainer_in(folder, processor, base="org/janus"):
@@ -86,15 +88,40 @@ def test_the_snippet_runs_in_plain_transformers(tmp_path, janus_folder, monkeypa
 
 
 def test_the_snippet_of_a_trained_adapter_loads_it_on_its_base(trainer_of, tmp_path, janus_folder, monkeypatch):
-    trainer = trainer_of(peft=lora(), base_model_id="org/janus")
+    monkeypatch.chdir(tmp_path)  # the snippet runs where the run was started
+    trainer = trainer_of(peft=lora(), base_model_id="org/janus", output_dir="outputs/run")
     trainer.train()
     trainer.save_model()
     trainer.create_model_card(model_name="run")
-    card = (tmp_path / "README.md").read_text()
+    card = (tmp_path / "outputs" / "run" / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
     assert front["library_name"] == "peft" and front["base_model"] == "org/janus"
-    places = {"run": str(tmp_path), "org/janus": janus_folder}
-    names = run(code_of(card), tmp_path, monkeypatch, **places)
+    assert "# run\n" in card and card.count('from_pretrained("outputs/run")') == 1
+    names = run(code_of(card), tmp_path, monkeypatch, **{"org/janus": janus_folder})
     moved = dict(names["model"].named_parameters())
     trained = {n: p for n, p in trainer.base_model.named_parameters() if "lora_B" in n}
     assert len(trained) == 14 and all(torch.equal(moved[name], value) for name, value in trained.items())
+
+
+@pytest.mark.parametrize(("kind", "task"), [("t2i", "text-to-image"), ("i2t", "image-to-text"), ("both", None)])
+def test_the_card_of_sft_is_about_the_rows_it_was_trained_on(janus_folder, tmp_path, kind, task):
+    rows = {"t2i": mixed_rows()[:4], "i2t": mixed_rows()[4:], "both": mixed_rows()}[kind]
+    rows = Dataset.from_list(rows, features=FEATURES)  # all columns, some of them empty
+    trainer = sft_trainer(janus_folder, tmp_path, rows, num_samples=4)
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert trainer.task == kind and (f"by janus_trl for {task or 'text-to-image and image-to-text'}." in card)
+    assert ('generation_mode="image"' in card) == (kind != "i2t") and ("question = " in card) == (kind != "t2i")
+    longest = len(trainer.processing_class.tokenizer("plan ", add_special_tokens=False)["input_ids"])
+    assert (f"    max_new_tokens={longest}, eos" in card) == (kind != "i2t")
+
+
+def test_a_pushed_run_is_named_by_its_hub_id_and_a_run_of_both_tasks_can_be_merged(tmp_path, processor):
+    trainer = trainer_in(tmp_path / "out", processor)
+    trainer.hub_model_id = "user/run"
+    write_model_card(trainer, "GRPO", "both")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "# user/run\n" in card and 'JanusProcessor.from_pretrained("user/run")' in card
+    (tmp_path / "out" / "janus_trl.json").write_text('{"task": "both"}')
+    card = merged_card(str(tmp_path / "out"), "org/janus", "merged/run", [])
+    assert 'from_pretrained("merged/run", dtype' in card and "pipeline_tag" not in card and "question = " in card

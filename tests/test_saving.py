@@ -256,16 +256,18 @@ def test_a_rollout_that_is_not_there_is_made_again_with_the_same_prompts(trainer
 
 def test_sft_saves_and_resumes_the_same_way(janus_folder, tmp_path):
     rows = Dataset.from_list(mixed_rows(), features=FEATURES)
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
+    # Two steps an epoch: checkpoint-3 is in the middle of the second.
+    settings = {"max_steps": 5, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 4}
     settings["guidance_dropout"] = 0.3  # uses the random state
     runs = []
-    for point in (None, str(tmp_path / "checkpoint-2")):
+    for point in (None, str(tmp_path / "checkpoint-3")):
         trainer = sft_trainer(janus_folder, tmp_path, rows, **settings)
         trainer.train(resume_from_checkpoint=point)
         runs.append(steps(trainer))
     assert [log["grad_norm"] for log in runs[1]] == pytest.approx([log["grad_norm"] for log in runs[0]], rel=1e-5)
-    assert read_manifest(tmp_path / "checkpoint-2")["method"] == "SFT"
-    assert set(read_state(tmp_path / "checkpoint-2")["fingerprints"])
+    facts = read_manifest(tmp_path / "checkpoint-3")
+    assert (facts["method"], facts["task"]) == ("SFT", "both")
+    assert set(read_state(tmp_path / "checkpoint-3")["fingerprints"])
 
 
 # ---- SIGTERM --------------------------------------------------------------------------------------------------------
@@ -288,6 +290,9 @@ def test_sigterm_saves_at_the_end_of_the_step_and_the_run_goes_on_from_there(tra
     assert trainer.interrupted and not straight.interrupted
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     assert signal.getsignal(signal.SIGTERM) == before
+    trainer.pop_callback(Terminate)
+    trainer.train(resume_from_checkpoint=True)
+    assert not trainer.interrupted and trainer.state.global_step == 4
     again = trainer_of(**settings)
     again.train(resume_from_checkpoint="auto")
     assert not again.interrupted

@@ -325,6 +325,17 @@ def test_a_dry_run_checks_the_batch_of_the_processes_to_come(recipe, refused, ca
     assert "3 processes x per_device_train_batch_size 4 x gradient_accumulation_steps 1 = 12" in message
 
 
+def test_a_dry_run_takes_the_processes_of_the_accelerate_file(recipe, refused, capsys):
+    on_two = recipe(per_device_train_batch_size=4, num_generations=8)
+    options = ["--dry_run", "true", "--accelerate_config", "zero3"]
+    grpo.main(["--config", on_two, *options])
+    out = capsys.readouterr().out
+    assert "1 prompts x 8 completions = 8" in out and "(2 GPUs, ZeRO-3" in out
+    grpo.main(["--config", on_two, *options, "--num_processes", "4"])
+    assert "2 prompts x 8 completions = 16" in capsys.readouterr().out
+    assert "no file accelerate_configs/zero9.yaml" in refused("--config", on_two, *options[:-1], "zero9")
+
+
 def test_a_dry_run_refuses_a_batch_that_divides_on_one_process_alone(recipe, refused):
     fixed = {"generation_batch_size": 6, "per_device_train_batch_size": 6, "num_generations": 6}
     path = recipe(**fixed)

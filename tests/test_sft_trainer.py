@@ -127,6 +127,21 @@ def test_codes_are_those_of_the_image_tokenizer(model, processor):
     assert encode_pictures(model, []) == []
 
 
+def test_blanked_rows_depend_on_seed_epoch_and_row_alone(model, processor):
+    rows = [{"prompt": f"draw {i}", "image_codes": CODES} for i in range(300)]
+    collator = JointCollator.of(model, processor, 0.3)
+
+    def blanked(epoch: int, order: list[int]) -> list[int]:
+        collator.seed = (0, epoch)
+        boi = model.special_ids.begin_of_image
+        labels = collator([rows[i] for i in order])["labels"]
+        return sorted(i for i, row in zip(order, labels, strict=True) if boi not in row)
+
+    first, second = blanked(0, list(range(300))), blanked(1, list(range(300)))
+    assert first == blanked(0, list(range(300))[::-1]) != second
+    assert 60 < len(first) < 120 and 60 < len(second) < 120  # 90 +- 8
+
+
 def test_pictures_are_cropped_to_their_middle(model, processor):
     wide = picture("white", (48, 16))
     wide.paste(picture("red"), (16, 0))

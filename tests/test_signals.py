@@ -6,11 +6,13 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from janus_trl.grpo_trainer import JanusGRPOTrainer
 from janus_trl.scripts import grpo
+from janus_trl.scripts.run import ended_early
 from janus_trl.signals import resume_command, stop_on_sigterm
 from janus_trl.tiny import datasets as tiny_datasets
 
@@ -58,6 +60,15 @@ def test_another_thread_trains_without_it():
     thread.start()
     thread.join()
     assert seen == [False]
+
+
+def test_weights_alone_are_not_called_resumable(tmp_path, capsys):
+    args = SimpleNamespace(output_dir=str(tmp_path), save_only_model=True, world_size=1)
+    state, accelerator = SimpleNamespace(global_step=3), SimpleNamespace(is_main_process=True)
+    assert ended_early(SimpleNamespace(args=args, state=state, accelerator=accelerator, interrupted=True), MODULE, [])
+    out = capsys.readouterr().out
+    assert f"weights alone at step 3, in {tmp_path / 'checkpoint-3'}" in out and "cannot be resumed" in out
+    assert "--resume_from_checkpoint" not in out
 
 
 def test_the_printed_command_goes_on_with_the_run(tmp_path, monkeypatch, capsys):

@@ -158,6 +158,9 @@ def memory_lines(run: GRPORun) -> list[str]:
     machine = machine_from(script.accelerate_config, script.num_processes)
     if not machine.gpu:
         return []
+    gib = script.gpu_memory_gib or visible_gpu_gib()
+    if gib is None and script.accelerate_config is None:
+        return ["No GPU here: for the planned memory of a run on GPUs add --accelerate_config, e.g. zero3."]
     processor = JanusProcessor.from_pretrained(model.model_name_or_path, revision=model.model_revision)
     bind_prompt_template(processor, args.prompt_template)
     config = JanusConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
@@ -174,7 +177,7 @@ def memory_lines(run: GRPORun) -> list[str]:
             reward_bytes=reward_bytes(script.reward_funcs),
         )
         lines += [f"Batches of {task}:"] if len(run.train) > 1 else []
-        lines += plan_memory(config, planned, machine).lines(script.gpu_memory_gib or visible_gpu_gib())
+        lines += plan_memory(config, planned, machine).lines(gib)
     return lines
 
 

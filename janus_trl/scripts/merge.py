@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
+from janus_trl.adapter_files import adapter_base, adapter_folder
 from janus_trl.config_checks import one_of
-from janus_trl.merging import adapter_base, merge
+from janus_trl.merging import merge
 from janus_trl.model_card import merged_card
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.weight_files import ADAPTER
@@ -18,7 +19,9 @@ DTYPES = ("float32", "bfloat16")
 class MergeArguments:
     """What is merged into what."""
 
-    adapter: str | None = field(default=None, metadata={"help": "Folder of a PEFT adapter, e.g. an output_dir."})
+    adapter: str | None = field(
+        default=None, metadata={"help": "PEFT adapter: a folder, e.g. an output_dir, or Hub id."}
+    )
     base: str | None = field(default=None, metadata={"help": "Folder or Hub id; unset: the one the adapter names."})
     output_dir: str | None = field(default=None, metadata={"help": "Where the stock Janus folder is written."})
     dtype: str = field(
@@ -38,7 +41,8 @@ def configure(argv: list[str]) -> MergeArguments:
     for name in ("adapter", "output_dir"):
         if not getattr(args, name):
             raise ValueError(f"{name} is not set. Use --adapter FOLDER --output_dir FOLDER.")
-    if not (Path(args.adapter) / ADAPTER).is_file():
+    folder = adapter_folder(args.adapter)
+    if folder is None or not (Path(folder) / ADAPTER).is_file():
         raise ValueError(
             f"adapter = {args.adapter} has no {ADAPTER}. Give the output_dir or a checkpoint of a run with use_peft."
         )
@@ -51,9 +55,10 @@ def configure(argv: list[str]) -> MergeArguments:
 def main(argv: list[str] | None = None) -> None:
     """Entry point."""
     args = or_exit(configure, argv)
+    dtype = getattr(torch, args.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        exact, saved = merge(args.adapter, args.base, args.output_dir, getattr(torch, args.dtype), device)
+        exact, saved = merge(adapter_folder(args.adapter), args.base, args.output_dir, dtype, device)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
     lines = [f"merged in float32: {exact}", f"saved in {args.dtype}: {saved}"]

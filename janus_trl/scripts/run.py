@@ -107,10 +107,19 @@ def save_all(trainer) -> None:
 
 
 def ended_early(trainer, module: str, argv: list[str]) -> bool:
-    """Whether SIGTERM ended the run; says how to go on."""
+    """Whether SIGTERM ended the run; says how to go on, or that it cannot."""
     if trainer.interrupted and trainer.accelerator.is_main_process:
+        step = trainer.state.global_step
+        if trainer.args.save_only_model:
+            folder = Path(trainer.args.output_dir) / f"checkpoint-{step}"
+            print(
+                f"SIGTERM: saved the weights alone at step {step}, in {folder}: with save_only_model: true a run "
+                "cannot be resumed.",
+                flush=True,
+            )
+            return True
         command = resume_command(module, argv, trainer.args.world_size)
-        print(f"SIGTERM: saved at step {trainer.state.global_step}. Go on with:\n  {command}", flush=True)
+        print(f"SIGTERM: saved at step {step}. Go on with:\n  {command}", flush=True)
     return trainer.interrupted
 
 
