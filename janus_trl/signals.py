@@ -1,15 +1,17 @@
 """SIGTERM: the run finishes its step, saves and ends with exit status 0, and says how to go on."""
 
+import ctypes
 import os
 import shlex
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 RESUME = "--resume_from_checkpoint"
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class Stop:
@@ -30,10 +32,18 @@ def stop_on_sigterm() -> Iterator[Stop]:
         yield stop
         return
     before = signal.signal(signal.SIGTERM, stop.request)
+    if any("accelerate" in word for word in _parent_words()):
+        _end_with_parent()
     try:
         yield stop
     finally:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+def _end_with_parent() -> None:
+    """Get SIGTERM when the launcher dies: with one process, `accelerate launch` does not pass its own on (Linux)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def resume_command(module: str, argv: list[str], processes: int = 1, parent: list[str] | None = None) -> str:

@@ -1,10 +1,13 @@
 """SIGTERM: what the run tells, and that the command it prints goes on with it."""
 
 import json
+import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,3 +101,31 @@ def test_the_printed_command_goes_on_with_the_run(tmp_path, monkeypatch, capsys)
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "grad_norm" in entry] == [1, 2, 3]
     assert (tmp_path / "model.safetensors").is_file() and (tmp_path / "recipe.yaml").is_file()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_run_whose_launcher_dies_is_asked_to_end(tmp_path):
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import sys, time; from pathlib import Path; from janus_trl.signals import stop_on_sigterm\n"
+        "with stop_on_sigterm() as stop:\n"
+        "    Path(sys.argv[1]).touch()\n"
+        "    for _ in range(300):\n"
+        "        time.sleep(0.1 * (not stop.requested))\n"
+        "    Path(sys.argv[2]).write_text(str(stop.requested))\n"
+    )
+    started, ended = tmp_path / "started", tmp_path / "ended"
+    launch = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[2:]])"
+    words = [sys.executable, "-c", launch, "accelerate", str(child), str(started), str(ended)]
+    launcher = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_for(started)
+    launcher.kill()
+    launcher.wait()
+    wait_for(ended)
+    assert ended.read_text() == "True"
+
+
+def wait_for(path: Path, seconds: float = 25) -> None:
+    end = time.monotonic() + seconds
+    while not (path.exists() and (path.name == "started" or path.read_text())) and time.monotonic() < end:
+        time.sleep(0.05)
