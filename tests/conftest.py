@@ -64,11 +64,12 @@ def trainer_of(janus_folder, tmp_path):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list) -> None:
-    """Files that start processes come first: begun last, one of them would keep the other worker waiting.
+    """Files that start processes come first, all on one worker: two at a time would wait for each other's cores.
 
-    A module's `SLOW` names the launches and scenarios whose tests are slow ones.
+    Of the other files each stays on one worker. A module's `SLOW` names launches and scenarios of slow tests.
     """
     items.sort(key=lambda item: "distributed" not in item.path.name)
     for item in items:
         if launch_of(item) in getattr(item.module, "SLOW", ()):
             item.add_marker(pytest.mark.slow)
+        item.add_marker(pytest.mark.xdist_group("launches" if "distributed" in item.path.name else item.path.name))
