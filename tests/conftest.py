@@ -62,14 +62,17 @@ def trainer_of(janus_folder, tmp_path):
     return build
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list) -> None:
-    """Files that start processes come first, all on one worker: two at a time would wait for each other's cores.
+def pytest_itemcollected(item) -> None:
+    """All files that start processes on one worker: two at a time would wait for each other's cores.
 
     Of the other files each stays on one worker. A module's `SLOW` names launches and scenarios of slow tests.
     """
+    launches = "distributed" in item.path.name
+    item.add_marker(pytest.mark.xdist_group("launches" if launches else item.path.name))
+    if launch_of(item) in getattr(item.module, "SLOW", ()):
+        item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """Launches first: begun last, they would keep the other worker waiting."""
     items.sort(key=lambda item: "distributed" not in item.path.name)
-    for item in items:
-        if launch_of(item) in getattr(item.module, "SLOW", ()):
-            item.add_marker(pytest.mark.slow)
-        item.add_marker(pytest.mark.xdist_group("launches" if "distributed" in item.path.name else item.path.name))
