@@ -92,7 +92,7 @@ train-sft: install  ## supervised fine-tuning, the cold start (default RECIPE=re
 
 # Two workers with one thread each: tiny models gain nothing from a second thread.
 test: install-dev  ## run the tests, except the slow ones
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: install-dev  ## run the slow tests (several processes, longer training)
 	$(PYTHON) -m pytest -m slow $(ARGS)

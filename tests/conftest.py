@@ -62,17 +62,21 @@ def trainer_of(janus_folder, tmp_path):
     return build
 
 
-def pytest_itemcollected(item) -> None:
-    """All files that start processes on one worker: two at a time would wait for each other's cores.
-
-    Of the other files each stays on one worker. A module's `SLOW` names launches and scenarios of slow tests.
-    """
-    launches = "distributed" in item.path.name
-    item.add_marker(pytest.mark.xdist_group("launches" if launches else item.path.name))
-    if launch_of(item) in getattr(item.module, "SLOW", ()):
-        item.add_marker(pytest.mark.slow)
-
-
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list) -> None:
-    """Launches first: begun last, they would keep the other worker waiting."""
-    items.sort(key=lambda item: "distributed" not in item.path.name)
+    """Spread the files that start processes over the run: two at a time would wait for each other's cores.
+
+    A module's `SLOW` names launches and scenarios of slow tests.
+    """
+    files: dict[str, list] = {}
+    for item in items:
+        files.setdefault(item.path.name, []).append(item)
+        if launch_of(item) in getattr(item.module, "SLOW", ()):
+            item.add_marker(pytest.mark.slow)
+    launches = [name for name in files if "distributed" in name]
+    others = [name for name in files if name not in launches]
+    between = -(-len(others) // max(1, len(launches)))
+    order = []
+    for place in range(max(1, len(launches))):
+        order += launches[place : place + 1] + others[place * between : (place + 1) * between]
+    items[:] = [item for name in order for item in files[name]]
