@@ -1,6 +1,7 @@
 """Rewards on open_clip models and the aesthetic head, small random weights: formulas, files, placement, self-test."""
 
 import asyncio
+import inspect
 
 import numpy as np
 import open_clip
@@ -13,10 +14,13 @@ from janus_trl.evaluation import call_rewards
 from janus_trl.rewards import get_reward_funcs
 from janus_trl.rewards.captions import captions_of
 from janus_trl.rewards.placement import FrozenModel, Placement, preprocess
+from janus_trl.rewards.registry import REGISTERED_REWARDS
+from janus_trl.rewards.targets import import_target
 from tests.clip import OPEN_CLIP_NAME, pictures, register_open_clip, save_clip
 
 LONG = "a very long caption about a red cat " * 20
 PROMPTS = ["a red cat", "two dogs", "", LONG, "a red cat", "fog over a harbour"]
+REQUIRED = inspect.Parameter.empty
 CALL = dict(prompts=PROMPTS, completions=["x"] * len(PROMPTS), demands=PROMPTS)
 
 
@@ -150,6 +154,20 @@ def test_micro_batches_and_repeated_captions_change_nothing(weights, monkeypatch
 def test_wrong_arguments_are_refused_before_anything_is_loaded(name, args, message):
     with pytest.raises(ValueError, match=message):
         build(name, **args)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("clip_score", {"model": REQUIRED, "checkpoint": REQUIRED}),
+        ("hps_v2", {"checkpoint": REQUIRED, "model": "ViT-H-14"}),
+        ("pickscore", {"model": "yuvalkirstain/PickScore_v1", "processor": "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"}),
+    ],
+)
+def test_rewards_for_captions_share_their_arguments_and_defaults(name, own):
+    shared = {"device": "auto", "dtype": "float32", "batch_size": 8, "offload": False, "reward_prompt": "prompt"}
+    parameters = inspect.signature(import_target(REGISTERED_REWARDS[name].target, ())).parameters
+    assert {key: p.default for key, p in parameters.items() if key != "raw"} == own | shared
 
 
 def test_weights_of_another_model_or_no_weights_at_all_end_the_start(open_model, folder):
