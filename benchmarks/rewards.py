@@ -10,15 +10,19 @@ different ones, as in groups of eight) to numbers, preprocessing included.
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import open_clip
 import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
-from transformers.initialization import no_init_weights
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shapes import random_model
 
 from janus_trl.rewards.clip_models import TransformersClip
 from janus_trl.rewards.pickscore import PickScore
@@ -48,17 +52,8 @@ def build_clip(size: str, device: str, dtype: torch.dtype) -> CLIPModel:
     text_config = dict(zip(names, text, strict=True)) | {"hidden_act": "gelu", "eos_token_id": 49407}
     vision_config = dict(zip(names, vision, strict=True)) | {"hidden_act": "gelu", "patch_size": patch}
     config = CLIPConfig(text_config=text_config, vision_config=vision_config, projection_dim=projection)
-    with torch.device(device), no_init_weights():
-        torch.set_default_dtype(dtype)
-        model = CLIPModel(config)
-        torch.set_default_dtype(torch.float32)
-    generator = torch.Generator(device).manual_seed(0)
+    model = random_model(CLIPModel, config, device, dtype)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.02, generator=generator)
-            else:
-                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
         model.logit_scale.fill_(np.log(100))
     return model
 

@@ -1,7 +1,7 @@
-"""Random Janus models of real shapes, built in place: no download, no file."""
+"""Random models of real shapes, built in place: no download, no file."""
 
 import torch
-from transformers import GenerationConfig, JanusConfig, JanusProcessor
+from transformers import GenerationConfig, JanusConfig, JanusProcessor, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from janus_trl.modeling import JanusForInterleavedGeneration, bind_special_ids
@@ -11,13 +11,13 @@ from janus_trl.tiny.processor import build_config, build_processor
 SHAPES = {"1b": (2048, 24, 16, 5632), "7b": (4096, 30, 32, 11008)}
 
 
-def build(size: str, device: str, dtype: torch.dtype) -> tuple[JanusForInterleavedGeneration, JanusProcessor]:
-    """A random model of `size` (`tiny`, `1b`, `7b`) and a processor whose ids it can use."""
-    processor = build_processor()
-    config = build_config(processor.tokenizer) if size == "tiny" else _config(size, processor)
+def random_model(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, device: str, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A model of `kind`: matrices normal with deviation 0.02, the same at every call, norms that change nothing."""
     with torch.device(device), no_init_weights():
         torch.set_default_dtype(dtype)
-        model = JanusForInterleavedGeneration(config)
+        model = kind(config)
         torch.set_default_dtype(torch.float32)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
@@ -25,7 +25,16 @@ def build(size: str, device: str, dtype: torch.dtype) -> tuple[JanusForInterleav
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.02, generator=generator)
             else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+    return model
+
+
+def build(size: str, device: str, dtype: torch.dtype) -> tuple[JanusForInterleavedGeneration, JanusProcessor]:
+    """A random model of `size` (`tiny`, `1b`, `7b`) and a processor whose ids it can use."""
+    processor = build_processor()
+    config = build_config(processor.tokenizer) if size == "tiny" else _config(size, processor)
+    model = random_model(JanusForInterleavedGeneration, config, device, dtype)
+    with torch.no_grad():
         # Embeddings of unit size and a head that is not flat, so that guidance and sampling have something to do.
         model.model.generation_head.vision_head.weight.mul_(3)
         model.model.language_model.embed_tokens.weight.mul_(50)
