@@ -10,17 +10,7 @@ from datasets import Dataset
 
 from .benchmark_layouts import LAYOUTS, PromptsLayout
 from .callbacks import save_grid
-from .evaluation import (
-    GRID_ROWS,
-    append_scores,
-    call_rewards,
-    comparison_table,
-    difference,
-    figures,
-    short_names,
-    side_by_side,
-    weighted_totals,
-)
+from .evaluation import GRID_ROWS, Scored, append_scores, call_rewards, compare, figures, weighted_totals
 from .generation import Generation, generate, join, prepare, read_records, said
 from .images import load_image
 from .inference import decode_engine, leave, load, wait_for_all
@@ -106,29 +96,24 @@ def _report(benchmark: Benchmark, args: Any) -> dict[str, Any]:
     line |= {name: getattr(args, name) for name in ("greedy", "seed")}
     reports = [
         {"model_name_or_path": name, "output_dir": str(run.output), "guidance_scale": run.settings.guidance_scale}
-        | found
-        for (name, run, _), (found, _) in zip(benchmark.models, scored)
+        | found.line
+        for (name, run, _), found in zip(benchmark.models, scored)
     ]
     line |= reports[0]
-    cells = [_cells(run, totals) for (_, run, _), (_, totals) in zip(benchmark.models, scored)]
-    drawn, where = cells[0], args.samples_png
+    cells, where = scored[0].cells, args.samples_png
     if args.compare is not None:
-        names = short_names(args.model_name_or_path, args.compare)
-        line["compare"] = reports[1]
-        if rewards:
-            gain = difference(scored[0][1], scored[1][1])
-            line["compare"]["difference"] = gain
-            print(comparison_table(names, scored[0][0], scored[1][0], gain), file=sys.stderr)
-        drawn, where = side_by_side(names, *cells), where or str(Path(args.output_dir) / "comparison.png")
+        gain, cells = compare((args.model_name_or_path, args.compare), *scored)
+        line["compare"] = reports[1] | ({"difference": gain} if rewards else {})
+        where = where or str(Path(args.output_dir) / "comparison.png")
     if where:
-        save_grid(drawn, where)
+        save_grid(cells, where)
     return line
 
 
-def _score(run: Generation, rewards: RewardSet | None) -> tuple[dict[str, Any], list[float]]:
-    """Figures of all pictures of one model, and their weighted rewards in order; both empty without rewards."""
+def _score(run: Generation, rewards: RewardSet | None) -> Scored:
+    """All pictures of one model, in order; without rewards there are cells alone."""
     if rewards is None:
-        return {}, []
+        return Scored({}, [], _cells(run, []))
     columns = _columns(run.layout)
     values = [Scores() for _ in rewards.funcs]
     for records in _chunks(read_records(run), SCORED_AT_ONCE):
@@ -144,7 +129,8 @@ def _score(run: Generation, rewards: RewardSet | None) -> tuple[dict[str, Any], 
             append_scores(column, more)
     kind = next((name for name in CATEGORIES if name in columns), None)
     categories = [row.metadata.get(kind) for row in run.layout.rows for _ in range(run.layout.num_images)]
-    return figures(rewards, values, categories if kind else None), weighted_totals(rewards, values)
+    totals = weighted_totals(rewards, values)
+    return Scored(figures(rewards, values, categories if kind else None), totals, _cells(run, totals))
 
 
 def _chunks(rows: list, size: int) -> Iterator[list]:

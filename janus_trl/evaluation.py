@@ -2,8 +2,10 @@
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,15 @@ from .rewards.event_loop import run_until_complete
 ACCURACY_REWARDS = ("multiple_choice", "tiny_world")
 GRID_ROWS = 16  # rows of an evaluation that are drawn
 Z_95 = 1.959963984540054  # two-sided 95 % of the normal distribution
+
+
+@dataclass
+class Scored:
+    """One model on all rows: its figures for the JSON line, rewards per row, and cells of a grid."""
+
+    line: dict[str, Any]
+    totals: list[float | None]
+    cells: list[dict[str, Any]]
 
 
 class RewardFailure(ValueError):
@@ -221,3 +232,11 @@ def short_names(first: str, second: str) -> tuple[str, str]:
 def side_by_side(names: tuple[str, str], *cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Cells in turns, so that a row of an even number of columns holds the same prompt of both models."""
     return [{**cell, "prompt": f"[{name}] {cell['prompt']}"} for pair in zip(*cells) for name, cell in zip(names, pair)]
+
+
+def compare(names: tuple[str, str], ours: Scored, theirs: Scored) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The mean difference of two models and the cells of both; their table goes to stderr, if there are rewards."""
+    names, gain = short_names(*names), difference(ours.totals, theirs.totals)
+    if ours.line:
+        print(comparison_table(names, ours.line, theirs.line, gain), file=sys.stderr)
+    return gain, side_by_side(names, ours.cells, theirs.cells)

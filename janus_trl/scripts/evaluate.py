@@ -22,16 +22,7 @@ from janus_trl.config_checks import at_least, check_prompt_template, one_of
 from janus_trl.configs import TEMPLATE_HELP
 from janus_trl.data import load_training_dataset
 from janus_trl.data_report import validated
-from janus_trl.evaluation import (
-    GRID_ROWS,
-    call_rewards,
-    comparison_table,
-    difference,
-    figures,
-    short_names,
-    side_by_side,
-    weighted_totals,
-)
+from janus_trl.evaluation import GRID_ROWS, Scored, call_rewards, compare, figures, weighted_totals
 from janus_trl.inference import base_checkpoint, decode_engine, load, picture_decoder, trained_length
 from janus_trl.prompts import prompt_template, user_text
 from janus_trl.recipe import or_exit, parse_recipe
@@ -141,15 +132,6 @@ def sample(model, processor: JanusProcessor, rows: Dataset, args: EvaluateArgume
     return rollout(model, processor, list(rows["prompt"]), settings, seeds, images, **tools)
 
 
-@dataclass
-class Scored:
-    """One model on all rows: its figures for the JSON line, rewards per row, and cells of a grid."""
-
-    line: dict[str, Any]
-    totals: list[float]
-    cells: list[dict[str, Any]]
-
-
 def evaluate_model(name: str, rows: Dataset, rewards: RewardSet, args: EvaluateArguments) -> Scored:
     """Sample and score one model; its weights are freed afterwards."""
     model, processor = load(name, base_checkpoint(name), args.prompt_template)
@@ -178,11 +160,8 @@ def evaluate_dataset(args: EvaluateArguments, rows: Dataset, rewards: RewardSet)
     cells = ours.cells
     if args.compare is not None:
         theirs = evaluate_model(args.compare, rows, rewards, args)
-        gain = difference(ours.totals, theirs.totals)
+        gain, cells = compare((args.model_name_or_path, args.compare), ours, theirs)
         line["compare"] = {"model_name_or_path": args.compare, **theirs.line, "difference": gain}
-        names = short_names(args.model_name_or_path, args.compare)
-        print(comparison_table(names, ours.line, theirs.line, gain), file=sys.stderr)
-        cells = side_by_side(names, ours.cells, theirs.cells)
     if args.samples_png and cells:
         save_grid(cells, args.samples_png)
     return line
