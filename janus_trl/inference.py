@@ -18,6 +18,8 @@ from .prompts import bind_prompt_template
 from .recipe import resolve_model
 
 SAMPLE_BYTES = 65536  # of each weight file, for the fingerprint
+# Text tokens at most: in general, and of the embedded model or data (as in recipes/tiny).
+TEXT_LENGTHS = {"t2i": (0, 24), "i2t": (256, 40)}
 
 
 def trained_length(name: str | None, task: str) -> int | None:
@@ -25,6 +27,11 @@ def trained_length(name: str | None, task: str) -> int | None:
     manifest = model_file(name, MANIFEST)
     sampling = read_manifest(manifest.parent).get("sampling", {}) if manifest else {}
     return sampling.get({"t2i": "max_reasoning_length", "i2t": "max_completion_length"}[task])
+
+
+def usual_text_length(name: str | None, task: str, tiny: bool) -> int:
+    """Text tokens at most where none are asked for: those of the training, else the usual ones of the task."""
+    return trained_length(name, task) or TEXT_LENGTHS[task][tiny]
 
 
 def base_checkpoint(name: str | None) -> str:

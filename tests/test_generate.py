@@ -15,6 +15,7 @@ from janus_trl.modeling import JanusForInterleavedGeneration
 from janus_trl.picture_decoder import PictureDecoder
 from janus_trl.sampling import SamplingSettings, rollout, row_seed
 from janus_trl.scripts import generate
+from janus_trl.scripts.evaluate import EvaluateArguments
 from tests.generation_files import GENEVAL, PROMPTS, check_geneval, files, geneval_file
 
 
@@ -219,3 +220,13 @@ def test_an_adapter_draws_with_its_base(run, model, janus_folder, tmp_path):
     other = run("--prompt", "a cat", name="other", model=str(tmp_path / "adapter"))
     name = "images/00000-0000.png"
     assert (plain / name).read_bytes() != (other / name).read_bytes()
+
+
+def test_the_usual_text_lengths_are_the_same_for_generation_and_evaluation(janus_folder, tmp_path):
+    for task, usual, tiny in (("t2i", 0, 24), ("i2t", 256, 40)):
+        output = {"output_dir": str(tmp_path), "task": task}
+        assert generate.GenerateArguments(model_name_or_path="tiny", **output).max_text_length == tiny
+        assert generate.GenerateArguments(model_name_or_path=janus_folder, **output).max_text_length == usual
+        evaluated = {"model_name_or_path": janus_folder, "task": task}
+        assert EvaluateArguments(dataset_name="tiny", **evaluated).max_text_length == tiny
+        assert EvaluateArguments(dataset_name="rows.jsonl", **evaluated).max_text_length == usual

@@ -23,15 +23,13 @@ from janus_trl.configs import TEMPLATE_HELP
 from janus_trl.data import load_training_dataset
 from janus_trl.data_report import validated
 from janus_trl.evaluation import GRID_ROWS, Scored, call_rewards, compare, figures, weighted_totals
-from janus_trl.inference import base_checkpoint, decode_engine, load, picture_decoder, trained_length
+from janus_trl.inference import TEXT_LENGTHS, base_checkpoint, decode_engine, load, picture_decoder, usual_text_length
 from janus_trl.prompts import prompt_template, user_text
 from janus_trl.recipe import or_exit, parse_recipe
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
 from janus_trl.sampling import Rollout, SamplingSettings, rollout, row_seed
 from janus_trl.script_arguments import JanusScriptArguments
 from janus_trl.scripts.run import limit_rows
-
-TEXT_LENGTHS = {"t2i": (0, 24), "i2t": (256, 40)}  # default in general, and on tiny data (as in recipes/tiny)
 
 
 @dataclass
@@ -69,8 +67,7 @@ class EvaluateArguments(JanusScriptArguments):
         self.dataset_train_split = None  # not loaded
         tiny = self.dataset_name == "tiny" if self.benchmark is None else self.model_name_or_path == "tiny"
         if self.max_text_length is None:
-            usual = TEXT_LENGTHS[self.task][tiny]
-            self.max_text_length = trained_length(self.model_name_or_path, self.task) or usual
+            self.max_text_length = usual_text_length(self.model_name_or_path, self.task, tiny)
         if self.guidance_scale is None and self.benchmark is None:
             self.guidance_scale = 1.0 if tiny else 5.0
         at_least(self, "guidance_scale", 1, "1 is no guidance, Janus was published with 5")

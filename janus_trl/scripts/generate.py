@@ -13,12 +13,9 @@ from janus_trl.benchmark_layouts import LAYOUTS, check_layout
 from janus_trl.config_checks import at_least, check_prompt_template, one_of
 from janus_trl.configs import TEMPLATE_HELP
 from janus_trl.generation import Generation, generate, join, prepare, said
-from janus_trl.inference import decode_engine, leave, load, trained_length
+from janus_trl.inference import TEXT_LENGTHS, decode_engine, leave, load, usual_text_length
 from janus_trl.prompt_files import read_prompts
 from janus_trl.recipe import or_exit, parse_recipe
-
-# Text tokens at most where it is not set: in general, and of the embedded model (as in recipes/tiny).
-TEXT_LENGTHS = {"t2i": (0, 24), "i2t": (256, 40)}
 
 
 @dataclass
@@ -66,8 +63,8 @@ class GenerateArguments:
         if not self.output_dir:
             raise ValueError("output_dir is not set. Use --output_dir FOLDER.")
         if self.max_text_length is None:
-            usual = TEXT_LENGTHS[self.task][self.model_name_or_path == "tiny"]
-            self.max_text_length = trained_length(self.model_name_or_path, self.task) or usual
+            tiny = self.model_name_or_path == "tiny"
+            self.max_text_length = usual_text_length(self.model_name_or_path, self.task, tiny)
         at_least(self, "num_images", 1, "pictures or answers per prompt")
         at_least(self, "guidance_scale", 1, "1 is no guidance, Janus was published with 5")
         at_least(self, "max_text_length", 0 if self.task == "t2i" else 1, "0, for t2i only, opens the image at once")
