@@ -41,6 +41,10 @@ NUMBERS = [
     # tags
     ("<answer>\n 7 </answer> or 8", 7), ("<answer>1</answer><answer>2</answer>", 2), ("<answer>3", 3),
     ("<think>The answer is 5</think> 6", 6), ("1 <answer> </answer>", 1),
+    # circled digits: the answer, or what refers to a step
+    ("③", 3), ("答案是③。", 3), ("Answer: (③)", 3), (r"So \boxed{③}", 3), ("<answer>③</answer>", 3),
+    ("From ② we get x = 45 by ③.", 45), ("由②得 45，由③得证", 45), ("答案是45（见③）", 45),
+    ("由③可知", None), ("答案是①③。", None),
     # no answer
     ("", None), ("I do not know", None), (r"\boxed{}", None),
     ("4 or 5", None), ("Answer: 4 or 5", None), ("3:4", None),

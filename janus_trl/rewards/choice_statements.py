@@ -18,6 +18,8 @@ _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|bf|rm)\s*|\\[ ,;!]
 # After a letter: no further letter, no "-day", no "'s" (but Turkish "B'dir").
 _END = rf"(?![^\W{CJK}]|['’](?!d[ıiuü]r\b|t[ıiuü]r\b)\w|-\w)"
 _SYMBOL = rf"([A-Za-z{FOREIGN}])"
+# "③" is a label wherever an option may stand, but not in "③式" (equation) or "①③" (two statements that hold).
+_CIRCLED = r"([①-⑳])(?![①-⑳式步题題])"
 _PUNCTUATION = r"(?:[\s*_\"'`“”‘’(\[{<$:,「『【《]|\\f?boxed|\\text(?:bf)?|\\math(?:rm|bf))*"
 _FILLER = (
     r"(?:(?:the|option|choice|letter|answer|most likely|likely|probably|possibly|maybe|perhaps|clearly|definitely|"
@@ -57,13 +59,16 @@ _WEAK = re.compile(
 _RIGHT = (
     r"(?:correct|right|richtig|korrekt|correcte|correcta|correto|correta|corretta|corretto|bonne|juste|верный|верно)"
 )
-_VERDICT = re.compile(  # "B is correct", "(B) is the right answer", but not "A is right of B"
+# "B is correct", "(B) is the right answer", but not "A is right of B" or "③ is correct" (which may be a statement).
+_VERDICT = re.compile(
     r"(?<![\w'’])([A-Z])[)\]*_\"'.]*[ \t]+(?:is|must be|would be|ist|est|es|è|é)[ \t]+(?:(?:the|die|la|a)[ \t]+)?"
     rf"(?:(?:{_RIGHT}|best)[ \t]+(?:answer|option|choice|one|antwort|réponse|respuesta|resposta)\b"
     rf"|{_RIGHT}(?=[ \t]*(?:[.,;:!)\n]|\Z|because\b|since\b|as\b|weil\b|car\b))|answer\b)"
     r"|(?<!\w)([A-Z])[)\]]?(?:选项|選項)?(?:是?正确(?!的?选项)|是?正確|が正解|가 정답|이 정답)"
     r"|(?:\A|\n)\s*([A-Z])(?:です|입니다)"
     rf"|\b({ORDINAL})[ \t]+(?:answer|option|choice|one)[ \t]+is[ \t]+(?:the[ \t]+)?(?:correct|right)\b"
+    rf"|(?<!\w)([①-⑳])(?:[ \t]+is[ \t]+the[ \t]+(?:{_RIGHT}[ \t]+)?(?:answer|option|choice)\b"
+    r"|是正确(?:答案|选项)|是正確(?:答案|選項)|が正解|[이가] 정답)"
 )
 _OR = (
     r"(?:\b(?i:or|and|oder|und|ou|et|o|y|e|vs|hoặc|atau|veya|lub|или|и|أو|או|หรือ)\b"
@@ -71,7 +76,8 @@ _OR = (
 )
 # The last two: a space alone ("B C"), and an explanation in brackets ("blue (C)", "B: red").
 _CONNECTOR = re.compile(
-    rf"(?:[\s)\]}}*_\"'`.]*{_OR}(?:\s*{_OR})*|[)\]]?[ \t]+\(?(?=[A-Z]\b)|[)\]*]*[ \t]*(?P<open>[(:])){_WRAPPER}"
+    rf"(?:[\s)\]}}*_\"'`.]*{_OR}(?:\s*{_OR})*|[)\]]?[ \t]+\(?(?=[A-Z]\b|[①-⑳])|"
+    rf"[)\]*]*[ \t]*(?P<open>[(:])){_WRAPPER}"
 )
 # Words after which a capital "A" or "I" is a letter and not an article or a pronoun.
 _AFTER_LETTER = re.compile(
@@ -137,7 +143,7 @@ def read_lone(text: str, texts: list[str]) -> str | None:
     rest = text[_LEAD.match(text).end() :].lstrip("#|> \t\n")
     rest = rest[_LEAD.match(rest).end() :]
     rest = re.sub(r"<[|/][^<>]*>\s*\Z", "", rest)  # an end token that was not cut off
-    match = re.fullmatch(rf"({_SYMBOL}|\d{{1,2}}|{ROMAN})(?:번)?[\s)\]}}>*_\"'`“”‘’.:,;!$」』】》。]*", rest, re.I)
+    match = re.fullmatch(rf"({_SYMBOL}|[①-⑳]|\d\d?|{ROMAN})(?:번)?[\s)\]}}>*_\"'`“”‘’.:,;!$」』】》。]*", rest, re.I)
     return to_letter(match[1], texts) if match else None
 
 
@@ -193,7 +199,7 @@ def _read_statement(rest: str, texts: list[str]) -> Any:
     if connector:
         other_rest = rest[connector.end() :]
         other, other_length = _option_at_start(other_rest, texts)
-        number = bool(connector["open"]) and other_rest[:1].isdigit()  # "B (3)" may give the value
+        number = bool(connector["open"]) and other_rest[:1].isdecimal()  # "B (3)" may give the value
         if other and other != letter and not number and not _CLAUSE.match(other_rest, other_length):
             return _HEDGE
     return letter
@@ -201,8 +207,8 @@ def _read_statement(rest: str, texts: list[str]) -> Any:
 
 def _option_at_start(rest: str, texts: list[str]) -> tuple[str | None, int]:
     """The option that `rest` begins with (a letter, an option's text, a position), and the length of its mention."""
-    symbol = re.match(_SYMBOL + _END, rest)
-    letter = to_letter(symbol[1], texts) if symbol else None
+    symbol = re.match(f"{_SYMBOL}{_END}|{_CIRCLED}", rest)
+    letter = to_letter(symbol[symbol.lastindex], texts) if symbol else None
     if letter and not _is_word(rest, 0, texts):
         return letter, 1
     line = unicodedata.normalize("NFKC", rest.partition("\n")[0]).casefold()
@@ -213,7 +219,7 @@ def _option_at_start(rest: str, texts: list[str]) -> tuple[str | None, int]:
         length, by_text = max(starts)
         return (by_text if texts.count(line[:length]) == 1 else None), length
     number = re.match(
-        rf"(\d{{1,2}})(?:번|番|{_PREDICATE}|(?=[\s)\]}}*_\"'`.:,;!$]*(?:\n|\Z|[.:]\s)))|({ROMAN})(?!\w)"
+        rf"(\d{{1,2}})(?:번|番|{_PREDICATE}|(?=[\s)\]}}*_\"'`.:,;!$]*(?:\n|\Z|[.:]\s|。)))|({ROMAN})(?!\w)"
         rf"|({ORDINAL})(?=[ \t]+(?:answer|option|choice|one)\b)",
         rest,
         re.I,
@@ -241,13 +247,14 @@ def read_label(text: str, texts: list[str]) -> str | None:
     labels = re.findall(rf"(?m)(?:^|\s)[(\[*]*{_SYMBOL}(?:\*{{0,2}}[)\]:]|\.(?=\s|\w\w|[{CJK}]))", text)
     letters = {to_letter(label, texts) for label in labels} - {None}
     first = re.match(
-        rf"[\s(\[*\"'#]*{_SYMBOL}(?:\*{{0,2}}[)\]:]|\.(?=\s|\*|[{CJK}])|[*]*[ \t]+[-–—](?=\s))|\s*(\d{{1,2}})[.)][ \t]",
+        rf"[\s(\[*\"'#]*{_SYMBOL}(?:\*{{0,2}}[)\]:]|\.(?=\s|\*|[{CJK}])|[*]*[ \t]+[-–—](?=\s))|\s*(\d{{1,2}})[.)][ \t]"
+        rf"|[\s(\[*]*{_CIRCLED}[.:)\]、*]*[ \t]*",
         text,
     )
-    letter = to_letter(first[1] or first[2], texts) if first else None
+    letter = to_letter(first[first.lastindex], texts) if first else None
     if not letter or not letters <= {letter}:
         return None
-    # "2. blue" needs the option's text, as lists are numbered, too.
+    # "2. blue" and "② blue" need the option's text, as lists are numbered, too.
     return letter if first[1] or normalize(text[first.end() :]) == texts[LETTERS.index(letter)] != "" else None
 
 

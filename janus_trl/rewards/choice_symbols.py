@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # Four options are assumed where a data set does not list them.
@@ -27,12 +27,17 @@ ROMAN = "|".join(sorted(filter(None, _ROMAN), key=len, reverse=True))
 ORDINAL = "|".join(_ORDINALS)
 # A label at the start of an option's own text: "B. ", "(B) ", "2) ".
 _LABEL = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})(?:[)\]][.:]?|[.:、](?=\s|[^\W\d]))\s*")
+# Circled digits number options, and in running text steps and equations.
+CIRCLED = "①②③④⑤⑥⑦⑧⑨⑩⑪⑫⑬⑭⑮⑯⑰⑱⑲⑳"
+_ANY_CIRCLE = re.compile("[①-⑳Ⓐ-ⓩ❶-➓]")
+_EMPHASIS = re.compile(r"<(b|strong|em|i|u)>([^<>]*)</\1>", re.I)
+_CIRCLE_LABEL = re.compile(rf"({_ANY_CIRCLE.pattern})[.:)、]?\s*")
+_BRACKETED = {ord(start) + i: f"({letter})" for start in "Ⓐⓐ" for i, letter in enumerate(LETTERS)}
 
 
 def plain_text(text: str) -> str:
     """Compatibility characters ("Ⓑ", "②", "Ｂ") in their plain form, without invisible ones and HTML emphasis."""
-    text = "".join(map(_plain_symbol, unicodedata.normalize("NFKC", text)))
-    return re.sub(r"<(b|strong|em|i|u)>([^<>]*)</\1>", r"\2", text, flags=re.I)
+    return _EMPHASIS.sub(r"\2", "".join(map(_plain_symbol, unicodedata.normalize("NFKC", text))))
 
 
 def _plain_symbol(symbol: str) -> str:
@@ -47,8 +52,44 @@ def _plain_symbol(symbol: str) -> str:
     return "" if code in (0xFE0F, 0x20E3) or unicodedata.category(symbol) == "Cf" else symbol
 
 
+def plain_but_circled(text: str, plain: Callable[[str], str] = plain_text) -> str:
+    """What `plain` makes of a text without its circled digits; they stay, "❸" as "③"."""
+    parts = re.split("([①-⑳❶-➓])", text)
+    parts[::2] = map(plain, parts[::2])
+    parts[1::2] = [CIRCLED[int(plain_text(symbol)) - 1] for symbol in parts[1::2]]
+    return "".join(parts)
+
+
+def labelled_text(text: str, choices: Sequence[str] | None) -> str:
+    """`plain_text` of a completion or an answer in which circled symbols stay labels: "③" as it is, "Ⓒ" as "(C)".
+
+    Unless the options carry such labels in order, they are plain where they may mean something else: all of them if
+    options' texts have circled symbols, digits also if a text begins with a number.
+    """
+    choices = () if choices is None else choices
+    numbered = len(choices) > 0 and _without_circles(choices) is not None
+    if not numbered and any(_ANY_CIRCLE.search(str(choice)) for choice in choices):
+        return plain_text(text)
+    text = text.translate(_BRACKETED)
+    if not numbered and _are_numeric(option_texts(choices)):
+        return plain_text(text)
+    return _EMPHASIS.sub(r"\2", plain_but_circled(text))
+
+
+def _without_circles(choices: Sequence[str]) -> list[str] | None:
+    """The options' texts without their circled labels ("① red", "Ⓑ blue"), if all carry their own."""
+    texts = [str(choice).strip() for choice in choices]
+    labels = [_CIRCLE_LABEL.match(text) for text in texts]
+    if not all(labels):
+        return None
+    rest = [text[label.end() :] for text, label in zip(texts, labels)]
+    named = [plain_text(label[1]).upper() for label in labels]
+    in_order = named in (list(LETTERS[: len(texts)]), [str(i + 1) for i in range(len(texts))])
+    return rest if in_order and not any(map(_ANY_CIRCLE.search, rest)) else None
+
+
 def option_texts(choices: Sequence[str] | None) -> list[str]:
-    """The options' texts, normalised, without labels where all of them carry their own ("A. red", "B. blue").
+    """The options' texts, normalised, without labels where all of them carry their own ("A. red", "② blue").
 
     Raises:
         ValueError: More than 26 options.
@@ -64,6 +105,8 @@ def option_texts(choices: Sequence[str] | None) -> list[str]:
         or [label[1] for label in labels] == [str(i + 1) for i in range(len(texts))]
     ):
         texts = [text[label.end() :] for text, label in zip(texts, labels)]
+    else:
+        texts = _without_circles(choices) or texts
     return [normalize(text) for text in texts]
 
 
@@ -76,8 +119,10 @@ def normalize(text: str) -> str:
 def to_letter(symbol: str, texts: list[str]) -> str | None:
     """The option that a letter, a position, a roman numeral or an ordinal means; None if there is no such option.
 
-    Positions and numerals count only if no option's text begins with a number.
+    Positions and numerals count only if no option's text begins with a number, circled digits always.
     """
+    if len(symbol) == 1 and symbol in CIRCLED:
+        return LETTERS[CIRCLED.index(symbol)] if CIRCLED.index(symbol) < len(texts) else None
     symbol = symbol.casefold()
     if symbol.isdecimal():
         return _at_position(int(symbol) - 1, texts)
@@ -93,8 +138,11 @@ def to_letter(symbol: str, texts: list[str]) -> str | None:
 
 
 def _at_position(position: int, texts: list[str]) -> str | None:
-    numeric = any(re.match(r"[-+$]?\d", text) for text in texts)
-    return LETTERS[position] if 0 <= position < len(texts) and not numeric else None
+    return LETTERS[position] if 0 <= position < len(texts) and not _are_numeric(texts) else None
+
+
+def _are_numeric(texts: list[str]) -> bool:
+    return any(re.match(r"[-+$]?\d", text) for text in texts)
 
 
 def match_text(text: str, texts: list[str]) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from janus_trl.rewards.calling import completion_text
 from janus_trl.rewards.choice_statements import boxed_contents, read_boxed, read_label, read_lone, read_option
-from janus_trl.rewards.choice_symbols import DEFAULT_OPTIONS, LETTERS, match_text, option_texts, plain_text
+from janus_trl.rewards.choice_symbols import DEFAULT_OPTIONS, LETTERS, labelled_text, match_text, option_texts
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def extract_choice(text: str, choices: Sequence[str] | None = None) -> str | Non
     standing as a choice; a last clause such as "so x = 45" with an option's value. After `</think>` only the rest
     counts, and a thought that is not closed never does. Letters of other alphabets count by their place in it, unless a
     Latin letter of another place looks the same. Numbers count as positions only if no option's text begins with a
-    number.
+    number; circled ones are labels then, and always where the options are numbered so ("① 30").
 
     Args:
         text: The completion.
@@ -48,7 +48,7 @@ def extract_choice(text: str, choices: Sequence[str] | None = None) -> str | Non
         ValueError: More than 26 options.
     """
     texts = option_texts(choices)
-    text = _THOUGHT_START.sub("", _THOUGHT_END.sub("", plain_text(text[-10 * MAX_LENGTH :])))
+    text = _THOUGHT_START.sub("", _THOUGHT_END.sub("", labelled_text(text[-10 * MAX_LENGTH :], choices)))
     blocks = [block.strip() for block in _TAG.findall(text) if block.strip()]
     return read_option((blocks[-1] if blocks else text.strip())[-MAX_LENGTH:], texts)
 
@@ -91,7 +91,7 @@ def gold_letter(answer: Any, choices: Sequence[str] | None = None) -> str | None
         return by_index if by_text in (None, by_index) else None if by_index else by_text
     if not isinstance(answer, str):
         return None
-    answer = plain_text(answer).strip()
+    answer = labelled_text(answer, choices).strip()
     inner = [block for block in _TAG.findall(answer) if block.strip()] or boxed_contents(answer)
     if inner:
         return read_boxed(inner[-1].strip(), texts)

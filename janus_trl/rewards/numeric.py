@@ -13,6 +13,7 @@ import unicodedata
 from typing import Any
 
 from janus_trl.rewards.calling import completion_text
+from janus_trl.rewards.choice_symbols import CIRCLED, plain_but_circled
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +26,14 @@ PARSE_SECONDS = 5
 
 _TAG = re.compile(r"<\s*answer\s*>(.*?)(?=<\s*/\s*answer\s*>|<\s*answer\s*>|\Z)", re.I | re.S)
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-_STATED = re.compile(
+_ANSWER_IS = (
     r"(?:(?<![^\W_])(?:answer|result|antwort|ergebnis|respuesta|réponse|risposta|resposta|ответ)|答案)"
-    r"[ \t]*[*_]*[ \t]*(?:is|was|:|=|ist|es|est|è|é|是|为)[ \t]*[*_]*(?P<rest>[^\n]*)",
-    re.I,
+    r"[ \t]*[*_]*[ \t]*(?:is|was|:|=|ist|es|est|è|é|是|为)[ \t]*[*_]*"
+)
+_STATED = re.compile(rf"{_ANSWER_IS}(?P<rest>[^\n]*)", re.I)
+# A circled digit is a number where it is the answer; elsewhere it refers to a step or an equation.
+_CIRCLES = re.compile(
+    rf"(?P<answer>\A\W*(?=.\W*\Z)|\\boxed\s*\{{\s*|{_ANSWER_IS}[\s(]*)[{CIRCLED}](?![{CIRCLED}])|[{CIRCLED}]+", re.I
 )
 _PLAIN = re.compile(r"[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:e[-+]?\d+)?", re.I)
 # "is 45 and not 50", "is about 3 cm": the number at the start of a statement, if it is not the start of a formula.
@@ -91,9 +96,10 @@ class NumericReward:
 
 def extract_numbers(text: str) -> tuple[float, ...]:
     """The number that `text` settles on, as a tuple of its readings: none, one, or two for a percentage."""
-    text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("−", "-").rpartition("</think>")[2]
+    text = plain_but_circled(text, _nfkc).replace("\u2044", "/").replace("−", "-").rpartition("</think>")[2]
     blocks = [block for block in _TAG.findall(text) if block.strip()]
     text = (blocks[-1] if blocks else text).strip()
+    text = _nfkc(_CIRCLES.sub(lambda match: " " if match["answer"] is None else match[0], text))
     if boxed := _BOXED.findall(text):
         return _read(boxed[-1], rf"\boxed{{{boxed[-1]}}}")
     if stated := [match["rest"] for match in _STATED.finditer(text) if re.search(r"\d|\\", match["rest"])]:
@@ -102,6 +108,10 @@ def extract_numbers(text: str) -> tuple[float, ...]:
         first = _FIRST.match(sentence)
         return _read(first["number"] if first and not _HEDGE.search(sentence) else sentence)
     return _read(text[-MAX_LENGTH:])
+
+
+def _nfkc(text: str) -> str:
+    return unicodedata.normalize("NFKC", text)
 
 
 def gold_number(gold: Any) -> float | None:
