@@ -3,9 +3,8 @@
 import pytest
 
 from janus_trl.rewards.multiple_choice import extract_choice, gold_letter, multiple_choice_reward
+from tests.choices import ANGLES, COLORS
 
-COLORS = ["red", "blue", "green", "yellow"]
-ANGLES = ["30", "45", "60", "90"]
 NUMBERED = ["① red", "② blue", "③ green", "④ yellow"]
 NUMBERED_ANGLES = ["①30", "②45", "③60", "④90"]
 LETTERED = ["Ⓐ red", "Ⓑ blue", "Ⓒ green", "Ⓓ yellow"]
