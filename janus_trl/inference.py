@@ -31,7 +31,8 @@ def trained_length(name: str | None, task: str) -> int | None:
 
 def usual_text_length(name: str | None, task: str, tiny: bool) -> int:
     """Text tokens at most where none are asked for: those of the training, else the usual ones of the task."""
-    return trained_length(name, task) or TEXT_LENGTHS[task][tiny]
+    trained = trained_length(name, task)  # 0: the image at once
+    return TEXT_LENGTHS[task][tiny] if trained is None else trained
 
 
 def base_checkpoint(name: str | None) -> str:

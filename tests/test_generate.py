@@ -11,6 +11,7 @@ from PIL import Image
 
 from janus_trl import generation
 from janus_trl.engine import DecodeEngine
+from janus_trl.inference import usual_text_length
 from janus_trl.modeling import JanusForInterleavedGeneration
 from janus_trl.picture_decoder import PictureDecoder
 from janus_trl.sampling import SamplingSettings, rollout, row_seed
@@ -230,3 +231,9 @@ def test_the_usual_text_lengths_are_the_same_for_generation_and_evaluation(janus
         evaluated = {"model_name_or_path": janus_folder, "task": task}
         assert EvaluateArguments(dataset_name="tiny", **evaluated).max_text_length == tiny
         assert EvaluateArguments(dataset_name="rows.jsonl", **evaluated).max_text_length == usual
+
+
+def test_a_checkpoint_trained_without_text_is_sampled_without(tmp_path):
+    (tmp_path / "janus_trl.json").write_text(json.dumps({"sampling": {"max_reasoning_length": 0}}))
+    assert usual_text_length(str(tmp_path), "t2i", tiny=True) == 0
+    assert usual_text_length(str(tmp_path), "i2t", tiny=True) == 40  # which it was not trained for
