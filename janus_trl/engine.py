@@ -16,8 +16,19 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from .engine_weights import EngineWeights
-from .kernels import add_rms_norm, decode_attention, rotate, sample_step, silu_mul, uses_triton, wide_linear
+from .kernels import (
+    add_rms_norm,
+    can_start_early,
+    decode_attention,
+    early_starts,
+    rotate,
+    silu_mul,
+    uses_triton,
+    wide_linear,
+)
+from .matrix_kernels import MOST_ROWS, gated_linear, linear, partial_linear
 from .modeling import JanusForInterleavedGeneration, guide
+from .sampling_kernels import advance_text, sample_step
 
 # Slots of the caches come in multiples of this, so that prompts of other lengths find room in the same buffers.
 SLOT_MULTIPLE = 128
@@ -25,6 +36,9 @@ SLOT_MULTIPLE = 128
 STOP_CHECK_EVERY = 8
 # Most hidden states that one pass of the prefill holds, in tokens.
 PREFILL_TOKENS = 16384
+# The sum of the first layers' outputs is rounded as transformers rounds it, later ones are kept in float32. At first
+# engine and replay still see the same numbers, and equal roundings cancel; further on they would only add noise.
+ROUNDED_LAYERS = 2
 
 
 def supports(model: JanusForInterleavedGeneration) -> bool:
@@ -73,6 +87,7 @@ class DecodeEngine:
     values: torch.Tensor | None = None
     state: _State | None = None
     warmup_seconds: float = 0.0
+    stream: torch.cuda.Stream | None = None  # that steps are captured on
 
     def __post_init__(self):
         self.weights = EngineWeights(self.dtype)
@@ -124,7 +139,9 @@ class DecodeEngine:
 
     def release(self, with_weights: bool = False) -> None:
         """Free caches and graphs (the next rollout captures again), and on request the copies of weights."""
-        self.graphs.clear()
+        if self.graphs:
+            self.graphs.clear()
+            torch._C._cuda_clearCublasWorkspaces()  # see "cuBLAS workspaces" in PyTorch's notes on CUDA semantics
         self.keys = self.values = self.state = None
         if with_weights:
             self.weights.release()
@@ -145,23 +162,23 @@ class DecodeEngine:
         where = state.lengths[:rows], state.prefix_rows[:rows], state.prefix_lengths[:rows]
         residual, delta = x.to(torch.float32, copy=True), None
         for i in range(self.config.num_hidden_layers):
-            hidden = add_rms_norm(residual, delta, w[f"{i}.norm1"], eps)
+            hidden = add_rms_norm(residual, delta, w[f"{i}.norm1"], eps, i < ROUNDED_LAYERS)
             keys, values = self.keys[i, :rows], self.values[i, :rows]
-            qkv = F.linear(hidden, w[f"{i}.qkv"])
+            qkv = linear(hidden, w[f"{i}.qkv"])
             mixed = decode_attention(qkv, self.cos, self.sin, keys, values, *where, self.config.num_attention_heads)
-            hidden = add_rms_norm(residual, F.linear(mixed, w[f"{i}.o"]), w[f"{i}.norm2"], eps)
-            delta = F.linear(silu_mul(F.linear(hidden, w[f"{i}.gate_up"])), w[f"{i}.down"])
+            hidden = add_rms_norm(
+                residual, partial_linear(mixed, w[f"{i}.o"]), w[f"{i}.norm2"], eps, i < ROUNDED_LAYERS
+            )
+            delta = partial_linear(gated_linear(hidden, w[f"{i}.gate_up"]), w[f"{i}.down"])
         return add_rms_norm(residual, delta, w["norm"], eps)
 
     def _text_step(self, rows: int, greedy: bool, temperature: float) -> None:
-        s, w = self.state, self.weights
-        logits = wide_linear(s.hidden[:rows], w["lm_head"], self.text_bias)
-        ids, logps = sample_step(logits, s.uniforms[:rows], s.step, temperature, greedy)
-        self._record(ids.masked_fill(~s.alive[:rows], self.pad), logps.masked_fill(~s.alive[:rows], 0), rows)
-        s.counts[:rows] += s.alive[:rows]
-        ends = (ids.unsqueeze(1) == self.eos).any(1)
-        fed = s.alive[:rows] & ~(ids == self.opener if self.opener is not None else ends)
-        s.alive[:rows] = fed & ~ends
+        s, w, record = self.state, self.weights, (self.state.ids[:rows], self.state.logps[:rows])
+        logits = wide_linear(s.hidden[:rows], w["lm_head"])
+        ids, logps = sample_step(logits, self.text_bias, s.uniforms[:rows], s.step, temperature, greedy)
+        alive, counts = s.alive[:rows], s.counts[:rows]
+        fed = advance_text(ids, logps, s.step, alive, counts, record, self.eos, self.opener, self.pad)
+        s.step += 1
         s.hidden[:rows] = self._layers(F.embedding(ids, w["embed"]), rows)
         s.lengths[:rows] += fed  # a row that is not fed wrote into a slot that its next token takes
 
@@ -169,46 +186,42 @@ class DecodeEngine:
         s, w, streams = self.state, self.weights, 2 if guidance != 1.0 else 1
         last = self._layers(s.x[: rows * streams], rows * streams)
         s.lengths[: rows * streams] += 1
-        hidden = self.activation(wide_linear(last, w["proj_out"], w["proj_out.bias"]))  # float32
+        hidden = self.activation(wide_linear(last, w["proj_out"]) + w["proj_out.bias"])  # float32
         own, mixed = hidden[:rows], hidden
         if streams == 2:
             mixed = guide(own, hidden[rows:], guidance)
-        logits = wide_linear(mixed.to(self.dtype), w["vision_head"], w["vision_head.bias"])
-        ids, logps = sample_step(logits, s.uniforms[:rows], s.step, temperature, greedy)
+        logits, bias = wide_linear(mixed.to(self.dtype), w["vision_head"]), w["vision_head.bias"]
+        record = s.ids[:rows], s.logps[:rows]
+        ids, _ = sample_step(logits, bias, s.uniforms[:rows], s.step, temperature, greedy, record)
         if streams == 2 and conditional:
-            plain = wide_linear(own.to(self.dtype), w["vision_head"], w["vision_head.bias"])
-            plain = (plain / temperature).log_softmax(-1)
-            logps = plain.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-        self._record(ids, logps, rows)
-        embeds = F.embedding(ids, w["codes"])
-        s.x[: rows * streams] = embeds.repeat(streams, 1) if streams == 2 else embeds
-
-    def _record(self, ids: torch.Tensor, logps: torch.Tensor, rows: int) -> None:
-        s = self.state
-        column = s.step.view(1)
-        s.ids[:rows].index_copy_(1, column, ids.unsqueeze(1))
-        s.logps[:rows].index_copy_(1, column, logps.unsqueeze(1))
+            plain = wide_linear(own.to(self.dtype), w["vision_head"]) + bias
+            plain = (plain / temperature).log_softmax(-1).gather(-1, ids.unsqueeze(-1))
+            s.logps[:rows].index_copy_(1, s.step.view(1), plain)
         s.step += 1
+        s.x[: rows * streams] = F.embedding(ids, w["codes"]).repeat(streams, 1)
 
-    def _runner(self, key: tuple, step: Callable[[], None]) -> Callable[[], None]:
-        """`step` as a captured graph, or itself without CUDA graphs. Capturing leaves the state as it was."""
+    def _runner(self, key: tuple, rows: int, step: Callable[[], None]) -> Callable[[], None]:
+        """`step` of `rows` rows as a captured graph, or itself without CUDA graphs. The state stays as it was."""
         if not (self.use_cuda_graphs and self.weights["norm"].device.type == "cuda"):
             return step
         if key not in self.graphs:
-            self.graphs[key] = self._capture(step)
+            early = rows <= MOST_ROWS and can_start_early(self.weights["norm"])
+            with early_starts(early):
+                self.graphs[key] = self._capture(step)
         return self.graphs[key].replay
 
     def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         start, saved = time.perf_counter(), {name: tensor.clone() for name, tensor in vars(self.state).items()}
         library = torch.backends.cuda.preferred_blas_library()
         torch.backends.cuda.preferred_blas_library("cublaslt")  # up to 12 % faster than cuBLAS at 64 rows
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        if self.stream is None:
+            self.stream = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace for every stream that it has seen
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             step()  # compiles the kernels and lets cuBLAS choose
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=self.stream):
             step()
         torch.backends.cuda.preferred_blas_library(library)
         for name, tensor in saved.items():
@@ -254,17 +267,18 @@ class DecodeEngine:
         batch, length, width = embeds.shape
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         residual, delta = embeds.reshape(-1, width).to(torch.float32, copy=True), None
-        cos, sin = self.cos[:length].unsqueeze(1), self.sin[:length].unsqueeze(1)  # [P, 1, D]
+        cos, sin = (table[:length].unsqueeze(1).to(self.dtype) for table in (self.cos, self.sin))  # [P, 1, D]
         for i in range(config.num_hidden_layers):
-            hidden = add_rms_norm(residual, delta, w[f"{i}.norm1"], eps)
+            hidden = add_rms_norm(residual, delta, w[f"{i}.norm1"], eps, i < ROUNDED_LAYERS)
             qkv = F.linear(hidden, w[f"{i}.qkv"]).view(batch, length, heads + 2 * kv_heads, -1)
-            q, k, v = qkv.split([heads, kv_heads, kv_heads], 2)
-            q, k, v = (t.transpose(1, 2) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))  # [U, heads, P, D]
+            rotated = rotate(qkv[:, :, : heads + kv_heads], cos, sin)
+            parts = (rotated[:, :, :heads], rotated[:, :, heads:], qkv[:, :, heads + kv_heads :])
+            q, k, v = (part.transpose(1, 2) for part in parts)  # [U, heads, P, D]
             self.keys[i, cache_rows, :, :length] = k if sources is None else k[sources]
             self.values[i, cache_rows, :, :length] = v if sources is None else v[sources]
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
             mixed = mixed.transpose(1, 2).reshape(batch * length, -1)
-            hidden = add_rms_norm(residual, F.linear(mixed, w[f"{i}.o"]), w[f"{i}.norm2"], eps)
+            hidden = add_rms_norm(residual, F.linear(mixed, w[f"{i}.o"]), w[f"{i}.norm2"], eps, i < ROUNDED_LAYERS)
             delta = F.linear(silu_mul(F.linear(hidden, w[f"{i}.gate_up"])), w[f"{i}.down"])
         hidden = add_rms_norm(residual, delta, w["norm"], eps).view(batch, length, width)
         return hidden[torch.arange(batch, device=hidden.device), lengths - 1]
@@ -304,7 +318,7 @@ class DecodeEngine:
             return self.state.counts
         rows = len(self.state.alive)
         run = self._runner(
-            ("text", greedy, temperature, self.opener), lambda: self._text_step(rows, greedy, temperature)
+            ("text", greedy, temperature, self.opener), rows, lambda: self._text_step(rows, greedy, temperature)
         )
         for step in tqdm(range(steps), desc="text", leave=False, disable=not progress):
             if step % STOP_CHECK_EVERY == 0 and not any_rank(bool(self.state.alive.any())):
@@ -338,6 +352,7 @@ class DecodeEngine:
         greedy, temperature = settings.greedy, settings.image_temperature
         run = self._runner(
             ("image", guidance, conditional, greedy, temperature),
+            rows * (2 if guidance != 1.0 else 1),
             lambda: self._image_step(rows, guidance, conditional, greedy, temperature),
         )
         for step in tqdm(range(codes), desc="image codes", leave=False, disable=not progress):

@@ -4,6 +4,9 @@ Rows keep their keys and values in slots 0 … length-1, without padding: slot a
 reads its own keys only, and one captured graph serves every length.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.nn import functional as F
 from transformers.utils import is_triton_available
@@ -13,42 +16,73 @@ if is_triton_available():
     import triton.language as tl
 
     @triton.jit
-    def _add_rms_norm_kernel(residual_ptr, delta_ptr, weight_ptr, out_ptr, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
+    def begin(PDL: tl.constexpr):
+        """Let the next kernel start beside this one, and wait until the results of the one before are there."""
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+
+    @triton.jit
+    def prefetch(pointers):
+        """Ask for 128 bytes at each pointer to be brought into the L2 cache."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.uint64)], tl.int32, False, 1
+        )
+
+    @triton.jit
+    def _add_rms_norm_kernel(
+        residual_ptr, delta_ptr, weight_ptr, out_ptr, rows, width, eps,
+        SUMMANDS: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         columns = tl.arange(0, BLOCK)
         inside = columns < width
-        x = tl.load(residual_ptr + row * width + columns, mask=inside, other=0.0)
-        if HAS_DELTA:
-            x = x + tl.load(delta_ptr + row * width + columns, mask=inside, other=0.0)
-            tl.store(residual_ptr + row * width + columns, x, mask=inside)
-        wide = x.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-        tl.store(out_ptr + row * width + columns, (wide * scale).to(weight.dtype) * weight, mask=inside)
+        begin(PDL)
+        x = tl.load(residual_ptr + row * width + columns, mask=inside, other=0.0)
+        if SUMMANDS > 0:
+            delta = tl.zeros([BLOCK], tl.float32)
+            for i in tl.static_range(SUMMANDS):
+                delta += tl.load(delta_ptr + (i * rows + row) * width + columns, mask=inside, other=0.0).to(tl.float32)
+            x += delta.to(weight.dtype).to(tl.float32)
+            if ROUND:
+                x = x.to(weight.dtype).to(tl.float32)
+            tl.store(residual_ptr + row * width + columns, x, mask=inside)
+        scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
+        tl.store(
+            out_ptr + row * width + columns,
+            (x * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32),
+            mask=inside,
+        )
 
     @triton.jit
-    def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+        begin(PDL)
         row = tl.program_id(0).to(tl.int64)
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
         gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside, other=0.0)
         up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside, other=0.0)
         wide = gate.to(tl.float32)
-        tl.store(out_ptr + row * width + columns, (wide * tl.sigmoid(wide)).to(gate.dtype) * up, mask=inside)
+        silu = (wide * tl.sigmoid(wide)).to(gate.dtype)
+        tl.store(out_ptr + row * width + columns, silu.to(tl.float32) * up.to(tl.float32), mask=inside)
 
     @triton.jit
     def _rotate(pointers, partners, cos, sin, first_half, inside):
-        """Rotary position embedding in the half-split form of Llama, in float32 and rounded once."""
+        """Rotary position embedding in the half-split form of Llama, rounded where transformers rounds."""
         x = tl.load(pointers, mask=inside, other=0.0)
-        partner = tl.load(partners, mask=inside, other=0.0).to(tl.float32)
-        partner = tl.where(first_half, -partner, partner)
-        return (x.to(tl.float32) * cos + partner * sin).to(x.dtype)
+        partner = tl.load(partners, mask=inside, other=0.0)
+        partner = tl.where(first_half, -partner, partner).to(tl.float32)
+        cos, sin = cos.to(x.dtype).to(tl.float32), sin.to(x.dtype).to(tl.float32)
+        own, other = (x.to(tl.float32) * cos).to(x.dtype), (partner * sin).to(x.dtype)
+        return (own.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
 
     @triton.jit
     def _attention_kernel(
         qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, lengths_ptr, prefix_rows_ptr, prefix_lengths_ptr, out_ptr,
         row_stride, head_stride, scale,
         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+        LINE: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         """One row and one key head: its query heads fill the 16 rows that the matrix units want."""
         row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -59,6 +93,14 @@ if is_triton_available():
         partner, first_half = (d + D // 2) % D, d < D // 2
         cos = tl.load(cos_ptr + length * D + d)
         sin = tl.load(sin_ptr + length * D + d)
+        if PDL:  # the first keys, which no kernel of this step writes
+            near = tl.minimum(tl.arange(0, BLOCK), length)
+            owner = tl.where(near < prefix_length, prefix_row, row)
+            lines = kv_head * head_stride + owner * row_stride + near * D
+            lines = lines[:, None] + tl.arange(0, D // LINE)[None, :] * LINE
+            prefetch(keys_ptr + lines)
+            prefetch(values_ptr + lines)
+        begin(PDL)
         qkv = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D
         of_group = head[:, None] < group
         q_ptr = qkv + (kv_head * group + head[:, None]) * D
@@ -71,10 +113,13 @@ if is_triton_available():
         tl.store(keys + row * row_stride + length * D + d, k_new)
         tl.store(values + row * row_stride + length * D + d, v_new)
 
-        # Online softmax (Milakov & Gimelshein 2018); the new token is the first key.
-        top = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1) * scale  # [16]
-        total = tl.full([16], 1.0, tl.float32)
-        mixed = tl.zeros([16, D], tl.float32) + v_new.to(tl.float32)[None, :]
+        # Online softmax (Milakov & Gimelshein 2018). p is rounded, and how depends on the largest score so far: tiles
+        # of 128 keys in ascending order, the new token in the last one, are those of cuDNN's attention and of PyTorch's
+        # memory-efficient one, which the replay runs on.
+        score_new = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1) * scale  # [16]
+        top = tl.full([16], -float("inf"), tl.float32)
+        total = tl.zeros([16], tl.float32)
+        mixed = tl.zeros([16, D], tl.float32)
         for start in tl.range(0, length, BLOCK, num_stages=STAGES):
             slots = start + tl.arange(0, BLOCK)
             inside = slots < length
@@ -86,66 +131,27 @@ if is_triton_available():
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [16, BLOCK]
             scores = tl.where(inside[None, :], scores, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, axis=1))
+            new_top = tl.where(start + BLOCK > length, tl.maximum(new_top, score_new), new_top)
             p = tl.exp2(scores - new_top[:, None])
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(p, axis=1)
             mixed = mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
             top = new_top
+        new_top = tl.maximum(top, score_new)
+        p_new, shrink = tl.exp2(score_new - new_top), tl.exp2(top - new_top)
+        total = total * shrink + p_new
+        p_new = p_new.to(v_new.dtype).to(tl.float32)
+        mixed = mixed * shrink[:, None] + p_new[:, None] * v_new.to(tl.float32)[None, :]
         out = out_ptr + (row * HEADS + kv_head * group + head[:, None]) * D + d[None, :]
         tl.store(out, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=of_group)
 
-    @triton.jit
-    def _block_mass_kernel(logits_ptr, tops_ptr, masses_ptr, width, blocks, inverse_temperature, BLOCK: tl.constexpr):
-        """Largest logit of each block of a row, and the sum of the exponentials below it."""
-        row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        z = tl.load(logits_ptr + row * width + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
-        z = z * inverse_temperature
-        top = tl.max(z, axis=0)
-        tl.store(tops_ptr + row * blocks + block, top)
-        tl.store(masses_ptr + row * blocks + block, tl.sum(tl.exp(z - top), axis=0))
-
-    @triton.jit
-    def _sample_kernel(
-        logits_ptr, uniforms_ptr, step_ptr, steps, tops_ptr, masses_ptr, ids_ptr, logps_ptr,
-        width, blocks, inverse_temperature, GREEDY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    ):  # fmt: skip
-        """Inverse CDF: first the block, then the id in it. The last id of positive probability catches a target that
-        rounding put at the total."""
-        row = tl.program_id(0).to(tl.int64)
-        b = tl.arange(0, BLOCKS)
-        tops = tl.load(tops_ptr + row * blocks + b, mask=b < blocks, other=-float("inf"))
-        masses = tl.load(masses_ptr + row * blocks + b, mask=b < blocks, other=0.0)
-        top = tl.max(tops, axis=0)
-        masses = masses * tl.exp(tops - top)
-        total = tl.sum(masses, axis=0)
-        target = tl.load(uniforms_ptr + row * steps + tl.load(step_ptr)) * total
-        if GREEDY:
-            block = tl.min(tl.where(tops == top, b, BLOCKS), axis=0)
-        else:
-            first = tl.min(tl.where(tl.cumsum(masses, axis=0) > target, b, BLOCKS), axis=0)
-            block = tl.minimum(first, tl.max(tl.where(masses > 0, b, 0), axis=0))
-        block = tl.minimum(block, blocks - 1)  # rows that are not finite have none
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        z = tl.load(logits_ptr + row * width + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
-        z = z * inverse_temperature
-        if GREEDY:
-            chosen = tl.min(tl.where(z == top, columns, width), axis=0)
-        else:
-            p = tl.exp(z - top)
-            cdf = tl.sum(tl.where(b < block, masses, 0.0), axis=0) + tl.cumsum(p, axis=0)
-            first = tl.min(tl.where(cdf > target, columns, width), axis=0)
-            chosen = tl.minimum(first, tl.max(tl.where(p > 0, columns, 0), axis=0))
-        chosen = tl.minimum(chosen, width - 1)
-        logp = tl.sum(tl.where(columns == chosen, z, 0.0), axis=0) - top - tl.log(total)
-        tl.store(ids_ptr + row, chosen.to(tl.int64))
-        tl.store(logps_ptr + row, logp)
-
 
 LOG2_E = 1.4426950408889634
-# Of the attention kernel; the fastest of a search on an H200 with 32 heads of 128.
-KEYS_PER_TILE, STAGES, WARPS = 64, 3, 2
-LOGITS_PER_BLOCK = 2048
+# Of the attention kernel: keys in a tile (see there), stages and warps, from a search on an H200 with heads of 128.
+KEYS_PER_TILE, STAGES, WARPS = 128, 2, 4
+# Values of 16 bits in a line of the L2 cache.
+LINE = 64
+_early = False
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
@@ -153,17 +159,56 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     return is_triton_available() and tensor.device.type == "cuda"
 
 
-def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`residual += delta` in place, then its RMS norm: all `[R, H]`."""
+def can_start_early(tensor: torch.Tensor) -> bool:
+    """Whether the device knows programmatic dependent launch (Hopper and later)."""
+    return uses_triton(tensor) and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+
+
+@contextmanager
+def early_starts(enabled: bool) -> Iterator[None]:
+    """Start each kernel beside the one before it (programmatic dependent launch). For steps that are being captured:
+    what a kernel reads before it waits was written before the graph started."""
+    global _early
+    before, _early = _early, enabled
+    try:
+        yield
+    finally:
+        _early = before
+
+
+def starts_early() -> bool:
+    """Whether this is within `early_starts(True)`."""
+    return _early
+
+
+def launch_options() -> dict[str, bool]:
+    """Keyword arguments of a launch under `early_starts`."""
+    return {"PDL": True, "launch_pdl": True} if _early else {"PDL": False}
+
+
+def add_rms_norm(
+    residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, rounds: bool = False
+) -> torch.Tensor:
+    """`residual += delta` in place, then its RMS norm in the type of `weight`.
+
+    Args:
+        residual: `[R, H]`, float32.
+        delta: `[R, H]`, or summands of it `[S, R, H]`; their sum is rounded to the type of `weight`.
+        weight: `[H]`.
+        eps: of the norm.
+        rounds: round the new residual to the type of `weight` too (and keep it in float32).
+    """
+    summands = 0 if delta is None else delta.numel() // residual.numel()
     if not uses_triton(residual):
         if delta is not None:
-            residual += delta
-        wide = residual.float()
-        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(weight.dtype)
+            residual += delta.reshape(summands, *residual.shape).float().sum(0).to(weight.dtype)
+        if rounds:
+            residual.copy_(residual.to(weight.dtype))
+        return weight * (residual * torch.rsqrt(residual.pow(2).mean(-1, keepdim=True) + eps)).to(weight.dtype)
     out, width = torch.empty_like(residual, dtype=weight.dtype), residual.shape[-1]
     _add_rms_norm_kernel[(len(residual),)](
-        residual, delta if delta is not None else residual, weight, out, width, eps,
-        HAS_DELTA=delta is not None, BLOCK=triton.next_power_of_2(width), num_warps=8,
+        residual, delta if delta is not None else residual, weight, out, len(residual), width, eps,
+        SUMMANDS=summands, ROUND=rounds, BLOCK=triton.next_power_of_2(width), num_warps=8, **launch_options(),
     )  # fmt: skip
     return out
 
@@ -175,23 +220,27 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.split(width, -1)
         return F.silu(gate) * up
     out, block = gate_up.new_empty(len(gate_up), width), 1024
-    _silu_mul_kernel[(len(gate_up), triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4)
+    _silu_mul_kernel[(len(gate_up), triton.cdiv(width, block))](
+        gate_up, out, width, BLOCK=block, num_warps=4, **launch_options()
+    )
     return out
 
 
-def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias` with a float32 result, `[R, K]`: it is accumulated in float32 and not rounded."""
+def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` with a float32 result, `[R, K]`: it is accumulated in float32 and not rounded."""
     if x.device.type == "cuda" and x.dtype != torch.float32:
-        out = torch.mm(x, weight.t(), out_dtype=torch.float32)
-    else:
-        out = F.linear(x, weight).float()
-    return out if bias is None else out + bias
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x, weight).float()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding as in transformers' Llama: `[..., D]` with float32 tables that broadcast to it."""
+    """Rotary position embedding as in transformers' Llama: `[..., D]` with float32 tables that broadcast to it.
+
+    The tables are rounded to the type of `x`, and so are both products: with other roundings the log-probs of a
+    bfloat16 rollout would be further from those of the replay.
+    """
     first, second = x.chunk(2, -1)
-    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+    return x * cos.to(x.dtype) + torch.cat([-second, first], -1) * sin.to(x.dtype)
 
 
 def decode_attention(
@@ -234,50 +283,8 @@ def decode_attention(
     _attention_kernel[(rows, kv_heads)](
         qkv, cos, sin, keys, values, lengths, prefix_rows, prefix_lengths, out,
         keys.stride(0), keys.stride(1), width**-0.5 * LOG2_E,
-        HEADS=heads, KV_HEADS=kv_heads, D=width, BLOCK=KEYS_PER_TILE, STAGES=STAGES, num_warps=WARPS,
+        HEADS=heads, KV_HEADS=kv_heads, D=width, BLOCK=KEYS_PER_TILE, STAGES=STAGES, LINE=min(LINE, width),
+        num_warps=WARPS,
+        **launch_options(),
     )  # fmt: skip
     return out
-
-
-def sample_step(
-    logits: torch.Tensor, uniforms: torch.Tensor, step: torch.Tensor, temperature: float, greedy: bool
-) -> tuple[torch.LongTensor, torch.Tensor]:
-    """Inverse-CDF sampling with the uniforms of one step: ids and log-probs, `[R]` each.
-
-    Args:
-        logits: `[R, K]`; ids with a hugely negative logit are never chosen.
-        uniforms: `[R, steps]`, drawn ahead.
-        step: the column to use, a tensor of one int64 (so that a captured graph can move on).
-    """
-    rows, width = logits.shape
-    if uses_triton(logits):
-        blocks = triton.cdiv(width, LOGITS_PER_BLOCK)
-        tops, masses = (logits.new_empty(rows, blocks, dtype=torch.float32) for _ in range(2))
-        ids, logps = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
-        _block_mass_kernel[(rows, blocks)](
-            logits, tops, masses, width, blocks, 1 / temperature, BLOCK=LOGITS_PER_BLOCK, num_warps=4
-        )
-        _sample_kernel[(rows,)](
-            logits, uniforms, step, uniforms.shape[1], tops, masses, ids, logps, width, blocks, 1 / temperature,
-            GREEDY=greedy, BLOCK=LOGITS_PER_BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=4,
-        )  # fmt: skip
-        return ids, logps
-    log_probs = (logits.float() / temperature).log_softmax(-1)
-    if greedy:
-        ids = log_probs.argmax(-1)
-    else:
-        ids = sample_ids(log_probs, uniforms.index_select(1, step.view(1)).squeeze(1))
-    return ids, log_probs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-
-
-def sample_ids(log_probs: torch.Tensor, uniforms: torch.Tensor) -> torch.LongTensor:
-    """Inverse-CDF sampling: `[B, K]` log-probs (float32) and `[B]` uniforms -> `[B]` ids.
-
-    The target is kept below the total, so that an id of probability 0 is never chosen whatever the rounding. Rows
-    that are not finite give the last id: `rollout` refuses their log-probs, and an index must not fail before.
-    """
-    cdf = log_probs.exp().cumsum(-1)
-    total = cdf[:, -1]
-    target = torch.minimum(uniforms.to(cdf) * total, torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cdf, target.unsqueeze(-1), right=True).squeeze(-1)
-    return ids.clamp(max=log_probs.shape[-1] - 1)

@@ -15,7 +15,6 @@ from transformers import DynamicCache, ProcessorMixin
 
 from .engine import DecodeEngine
 from .engine_sampling import EngineChunk
-from .kernels import sample_ids
 from .modeling import FORBIDDEN_LOGIT, JanusForInterleavedGeneration, SpecialIds, guide
 from .picture_decoder import PictureDecoder
 from .prompts import encode_prompts
@@ -32,6 +31,7 @@ from .rollouts import (
     row_uniforms,
     score_rollout,
 )
+from .sampling_kernels import sample_ids
 
 __all__ = ["Rollout", "SamplingSettings", "rollout", "row_seed", "row_uniforms", "score_rollout"]
 
@@ -113,11 +113,13 @@ def _out_of_memory(model, processor, prompts: list, images: list | None, setting
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Eval mode (no dropout while sampling), restored afterwards."""
     training = model.training
-    model.eval()
+    if training:  # else the walk over all modules would cost some ms
+        model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        if training:
+            model.train()
 
 
 class _Sampler:

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from janus_trl import engine as engine_module
-from janus_trl import kernels
+from janus_trl import kernels, sampling_kernels
 from janus_trl.engine import SLOT_MULTIPLE, DecodeEngine, supports
 from janus_trl.modeling import JanusForInterleavedGeneration
 from janus_trl.prompts import different_prompts
@@ -75,6 +75,7 @@ def test_images_of_one_reasoning_are_those_of_the_plain_path(
         needs_triton()
         monkeypatch.setattr(kernels, "uses_triton", lambda tensor: True)
         monkeypatch.setattr(engine_module, "uses_triton", lambda tensor: True)
+        monkeypatch.setattr(sampling_kernels, "uses_triton", lambda tensor: True)
     prompts = ["a"] * 4 + ["a red cat sits on a mat and more"] * 2 + ["a"] * 2
     settings = SamplingSettings("t2i", 12, guidance, images_per_reasoning=2, batch_size=batch_size)
     seeds = [row_seed(0, "engine", i) for i in range(8)]
@@ -174,26 +175,3 @@ def test_engine_is_offered_to_plain_llama_only(model: JanusForInterleavedGenerat
     assert supports(model)
     model.config.text_config.attention_bias = True
     assert not supports(model)
-
-
-@pytest.mark.parametrize("width", [16, 2049, 102400])
-@pytest.mark.parametrize("greedy", [True, False])
-def test_kernels_give_what_the_formulas_in_pytorch_give(width, greedy, monkeypatch):
-    """On a GPU, or in Triton's interpreter (TRITON_INTERPRET=1)."""
-    needs_triton()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(6, width, generator=generator) * 3).to(device)
-    logits[2, : width // 2] = -1e30  # forbidden
-    logits[3] += 20
-    uniforms = torch.rand(6, 4, generator=generator).to(device)
-    step, found = torch.tensor(2, device=device), []
-    for uses in (True, False):
-        monkeypatch.setattr(kernels, "uses_triton", lambda tensor, uses=uses: uses)
-        found.append(kernels.sample_step(logits, uniforms, step, 0.7, greedy))
-    (ids, logps), (expected, expected_logps) = found
-    assert torch.equal(ids, expected)
-    assert (logps - expected_logps).abs().max() < 1e-4
-    monkeypatch.setattr(kernels, "uses_triton", lambda tensor: True)
-    ids, logps = kernels.sample_step(logits * torch.nan, uniforms, step, 0.7, greedy)
-    assert ((0 <= ids) & (ids < width)).all() and logps.isnan().all()  # refused later, by its log-probs
