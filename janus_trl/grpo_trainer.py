@@ -32,7 +32,7 @@ from .reward_settlement import settle
 from .rollouts import text_is_cut
 from .run_log import reward_trend
 from .saving import RolloutCheckpointing
-from .shared_reasoning import advantages_per_token
+from .shared_reasoning import advantages_per_token, scored_rows
 from .signal_metrics import signal_metrics
 from .task_mixture import TaskSampler, row_for_task, split_by_task
 from .trainable import freeze_for_task, trainable_table
@@ -199,8 +199,9 @@ class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing,
                 self._log_signal(output)  # of the rows that are trained on
             shared = self.sampling_settings(mode).images_per_reasoning
             if shared > 1:
+                scored = scored_rows(self.round_rewards, self.accelerator.process_index, len(output["advantages"]))
                 output["advantages"] = advantages_per_token(
-                    output["advantages"], output["completion_ids"], self.base_model.vocab_size, shared
+                    output["advantages"], output["completion_ids"], self.base_model.vocab_size, shared, scored
                 )
         self._seconds["generation"] += time.perf_counter() - start
         return output
