@@ -1,7 +1,7 @@
 """SFT rows: which are refused, how long they are, their joint ids and labels, and the weight of each label."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -96,16 +96,18 @@ class JointCollator:
 
     Labels are -100 on prompt and padding. `t2i` rows end in `<begin_of_image>`, codes, `<end_of_image>`, eos, as in a
     rollout. A share `guidance_dropout` of them is blanked exactly as the sampler blanks its unconditional stream;
-    there only codes are labels, since the blanked text is no text to learn. With `seed` (of the run, and epoch) which
-    ones depends on it and on the row alone: batches are collated ahead, so a resumed run has not the random state with
-    which that of its first step was.
+    there only codes are labels, since the blanked text is no text to learn. After `set_epoch` which ones depends on
+    seed, epoch and row alone: batches are collated ahead, so a resumed run has not the random state with which that of
+    its first step was.
     """
 
     processor: JanusProcessor
     special: SpecialIds
     vocab_size: int
     guidance_dropout: float = 0.0
-    seed: tuple[int, int] | None = None
+    # Seed of the run and epoch (-1: none yet), in memory that the workers of a loader share: those that stay for
+    # several epochs (`dataloader_persistent_workers`) have a copy of the collator from before the first one.
+    seed: torch.LongTensor = field(default_factory=lambda: torch.tensor([0, -1]).share_memory_(), compare=False)
 
     @classmethod
     def of(cls, model: JanusForInterleavedGeneration, processor: JanusProcessor, guidance_dropout: float):
@@ -135,11 +137,16 @@ class JointCollator:
             batch["pixel_values"] = encoded["pixel_values"]
         return batch
 
+    def set_epoch(self, seed: int, epoch: int) -> None:
+        """Blank rows by seed of the run, epoch and row from now on, here and in the workers of loaders."""
+        self.seed.copy_(torch.tensor([seed, epoch]))
+
     def _draw(self, ids: torch.LongTensor) -> float:
         """Uniform in [0, 1)."""
-        if self.seed is None:
+        seed, epoch = self.seed.tolist()
+        if epoch < 0:
             return torch.rand(()).item()
-        digest = hashlib.blake2b(repr((self.seed, ids.tolist())).encode(), digest_size=4).digest()
+        digest = hashlib.blake2b(repr(((seed, epoch), ids.tolist())).encode(), digest_size=4).digest()
         return int.from_bytes(digest, "big") / 2**32
 
     def completion_ids(self, row: dict) -> list[int]:

@@ -9,7 +9,7 @@ from datasets import Dataset
 from peft import PeftConfig
 from torch.utils.data import DataLoader
 from transformers import JanusProcessor, PreTrainedModel
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from trl import SFTTrainer
 from trl.models.utils import unwrap_model_for_generation
 
@@ -64,7 +64,7 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
         bind_special_ids(model, processing_class)
         collator = JointCollator.of(model, processing_class, args.guidance_dropout)
         self._losses: dict[str, torch.Tensor] = {}
-        self._length_sampler: LengthGroupedSampler | None = None
+        self._length_sampler: LengthGroupedSampler | BatchRebalanceSampler | None = None
         try:
             args.model_init_kwargs = None  # TRL refuses them beside a loaded model
             super().__init__(
@@ -156,14 +156,22 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
             sampler.lengths = list(sampler.lengths)  # a column would be read row by row
             sampler.generator = torch.Generator()
             self._length_sampler = sampler
+        elif isinstance(sampler, BatchRebalanceSampler):
+            sampler.seed = self._data_seed()  # transformers seeds it with 42
+            self._length_sampler = sampler
         return sampler
+
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _run_epoch(self, model, epoch, *args, **kwargs):
         """Shuffle and blank by seed and epoch, so that a resumed run sees the rows of a straight one."""
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.data_collator.seed = (seed, epoch)
-        if self._length_sampler is not None:
-            self._length_sampler.generator.manual_seed(seed + epoch)
+        seed, sampler = self._data_seed(), self._length_sampler
+        self.data_collator.set_epoch(seed, epoch)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.generator.manual_seed(seed + epoch)
+        elif sampler is not None:  # a resumed loader of several processes does not reach it
+            sampler.set_epoch(epoch)
         return super()._run_epoch(model, epoch, *args, **kwargs)
 
     # Samples ---------------------------------------------------------------------------------------------------------
