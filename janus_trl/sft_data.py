@@ -1,13 +1,16 @@
 """SFT rows: which are refused, how long they are, their joint ids and labels, and the weight of each label."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset
-from transformers import JanusProcessor
+from transformers import JanusProcessor, PreTrainedTokenizerBase
 from trl.trainer.utils import pad
 
 from .modeling import JanusForInterleavedGeneration, SpecialIds
@@ -50,16 +53,44 @@ def _sizes(column: pa.ChunkedArray) -> list[int]:
 
 def first_drawn(dataset: Dataset | None, count: int) -> list[dict[str, str]]:
     """`prompt` and `reasoning` of the first `count` rows with `image_codes`."""
-    if dataset is None or "image_codes" not in dataset.column_names:
+    if dataset is None:
         return []
-    drawn: list[int] = []
-    for start, table in enumerate(dataset.select_columns(["image_codes"]).with_format("arrow").iter(1000)):
-        drawn += [1000 * start + i for i, size in enumerate(_sizes(table["image_codes"])) if size]
-        if len(drawn) >= count:
-            break
     texts = dataset.select_columns([name for name in ("prompt", "reasoning") if name in dataset.column_names])
-    rows = [texts[i] for i in drawn[:count]]  # as the collator gets them, through the transform of the data set
+    # As the collator gets them, through the transform of the data set.
+    rows = [texts[i] for i in islice(_drawn(dataset), count)]
     return [{"prompt": row["prompt"], "reasoning": row.get("reasoning") or ""} for row in rows]
+
+
+def _drawn(dataset: Dataset) -> Iterator[int]:
+    """Numbers of the rows with `image_codes`."""
+    if "image_codes" not in dataset.column_names:
+        return
+    for start, table in enumerate(dataset.select_columns(["image_codes"]).with_format("arrow").iter(1000)):
+        yield from (1000 * start + i for i, size in enumerate(_sizes(table["image_codes"])) if size)
+
+
+def reasoning_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows: int = 10_000) -> dict[str, float]:
+    """Text tokens before the picture in rows with `image_codes`: `rows` looked at, `min`, `mean`, quantiles, `max`.
+
+    Args:
+        rows: how many rows are looked at at most, evenly spaced.
+
+    Returns:
+        `{"rows": 0}` where no row has a picture to draw; all lengths 0 where none has a reasoning.
+    """
+    drawn = list(_drawn(dataset))
+    count = min(rows, len(drawn))
+    if not count:
+        return {"rows": 0}
+    picked, lengths = [drawn[i * len(drawn) // count] for i in range(count)], [0] * count
+    if "reasoning" in dataset.column_names:
+        column = dataset.select_columns(["reasoning"])
+        for start in range(0, count, 1000):
+            texts = [text or "" for text in column[picked[start : start + 1000]]["reasoning"]]
+            ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            lengths[start : start + 1000] = map(len, ids)
+    quantiles = {f"p{q}": float(np.percentile(lengths, q)) for q in (50, 90, 99)}
+    return {"rows": count, "min": min(lengths), "mean": sum(lengths) / count, **quantiles, "max": max(lengths)}
 
 
 def task_of(dataset: Dataset) -> str:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
@@ -23,7 +24,7 @@ from .prompts import bind_prompt_template
 from .reporting import guard_dashboards
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .saving import Checkpointing
-from .sft_data import JointCollator, LossWeights, first_drawn, refuse_edits, task_of
+from .sft_data import JointCollator, LossWeights, first_drawn, reasoning_tokens, refuse_edits, task_of
 from .trainable import freeze_for_task, trainable_table
 
 
@@ -98,10 +99,23 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         """TRL's card speaks of text generation; this one is about Janus."""
         if self.accelerator.is_main_process:
-            count = self.args.num_samples or 1
-            rows = first_drawn(self.eval_dataset, count) or first_drawn(self.train_dataset, count)
-            length = self._reasoning_length(rows)
-            write_model_card(self, "SFT", self.task, model_name, reasoning_length=length)
+            write_model_card(self, "SFT", self.task, model_name, reasoning_length=self._trained_length())
+
+    @cached_property
+    def reasoning_tokens(self) -> dict[str, float]:
+        """How long the reasonings of the training rows are; see `janus_trl.sft_data.reasoning_tokens`."""
+        return reasoning_tokens(self.train_dataset, self.processing_class.tokenizer)
+
+    def _trained_length(self) -> int | None:
+        """`max_reasoning_length`; if unset that of the training rows, None without pictures to draw."""
+        given = self.args.max_reasoning_length
+        return self.reasoning_tokens.get("max") if given is None else given
+
+    def _facts(self) -> dict[str, Any]:
+        """With the length that `generate` and `evaluate` need to sample what was taught."""
+        facts = super()._facts()
+        sampling = {**facts["sampling"], "max_reasoning_length": self._trained_length()}
+        return {**facts, "sampling": sampling, "reasoning_tokens": self.reasoning_tokens}
 
     # Loss ------------------------------------------------------------------------------------------------------------
 
