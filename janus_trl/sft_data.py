@@ -21,8 +21,14 @@ def refuse_edits(dataset: Dataset | None, name: str) -> None:
     """Refuse rows with input pictures and a target picture; reads list lengths only, decodes no picture.
 
     Raises:
-        ValueError: naming data set and row.
+        ValueError: naming data set and row; also for what is no data set whose rows are known.
     """
+    if dataset is not None and not (isinstance(dataset, Dataset) and len(dataset)):
+        found = "is empty" if isinstance(dataset, Dataset) else f"is of type {type(dataset).__name__}"
+        raise ValueError(
+            f"{name} {found}, but must be a datasets.Dataset with rows: pictures are encoded, and rows grouped by "
+            "length, before training. Load it whole, or a slice such as train[:10000]."
+        )
     if dataset is None or "images" not in dataset.column_names:
         return
     targets = [column for column in ("image", "image_codes") if column in dataset.column_names]

@@ -88,7 +88,7 @@ def evaluations_of(rows: Dataset, evaluations: list[tuple[int, dict[int, float]]
 def row_for_task(row: dict) -> dict:
     """A row in the form in which TRL samples its task: plain text for `t2i`, a conversation with pictures for `i2t`."""
     if row["task"] == "t2i":
-        return {name: value for name, value in row.items() if name != "images"}
+        return {name: value for name, value in row.items() if name not in ("image", "images")}
     prompt = row["prompt"]
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return {**row, "prompt": prompt, "images": row.get("images") or []}

@@ -11,13 +11,12 @@ from trl import ModelConfig
 from janus_trl.callbacks import SampleGridCallback
 from janus_trl.config_checks import one_of
 from janus_trl.configs import JanusSFTConfig
-from janus_trl.data import load_training_dataset
 from janus_trl.data_report import first_prompt_lines, prompt_room, validated
 from janus_trl.prompts import bind_prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.reporting import SampleSender
 from janus_trl.script_arguments import JanusScriptArguments, lora_config
-from janus_trl.scripts.run import check_start, ended_early, keep_recipe, limit_rows, model_kwargs, save_all
+from janus_trl.scripts.run import check_start, ended_early, keep_recipe, model_kwargs, save_all, training_splits
 from janus_trl.sft_trainer import JanusSFTTrainer
 from janus_trl.task_mixture import one_after_another
 
@@ -56,7 +55,7 @@ def configure(argv: list[str]) -> SFTRun:
     model.model_name_or_path = resolve_model(model.model_name_or_path, model.model_revision)
     parts, report = {"train": {}, "test": {}}, []
     for task in ("t2i", "i2t") if script.task == "both" else (script.task,):
-        splits = limit_rows(load_training_dataset(script, task, stage="sft"), script)
+        splits = training_splits(script, task, stage="sft")
         splits, lines = check_rows(splits, task, script, args, model)
         report += lines
         for name, rows in splits.items():
