@@ -169,7 +169,8 @@ def _checked_row(dataset: datasets.Dataset, row: int, task: str, stage: str, con
         options = ", ".join(map(str, choices))
         report.add_fault(row, f"answer {answer!r:.40} is none of the options ({options:.80})")
         return None
-    texts = [cells.get(column) for column in ("reasoning", "completion")] if stage == "sft" else []
+    columns = ("reasoning", "completion") if task == "i2t" else ("reasoning",)  # of what the collator makes ids
+    texts = [cells.get(column) for column in columns] if stage == "sft" else []
     return {
         "prompt": neutralise(cells["prompt"], tuple(control)),
         "pictures": pictures,
@@ -185,10 +186,12 @@ def _add_lengths(
     prompts = [read["prompt"] for _, read in batch]
     lengths = prompt_lengths(processor, prompts, [read["pictures"] for _, read in batch], task == "t2i")
     for (row, read), length in zip(batch, lengths, strict=True):
-        texts = processor.tokenizer(read["texts"], add_special_tokens=False)["input_ids"] if read["texts"] else []
-        length += sum(map(len, texts))
+        if texts := read["texts"]:
+            joined = " ".join(text for text in texts if text)  # as the collator joins them
+            whole, reasoning = processor.tokenizer([joined, texts[0]], add_special_tokens=False)["input_ids"]
+            length += len(whole)
+            report.reasoning_lengths.append(len(reasoning))
         report.lengths.append(length)
-        report.reasoning_lengths += [len(texts[0])] if texts else []
         if report.room is not None and length > report.room:
             what = "prompt, reasoning and answer have" if stage == "sft" else "its prompt has"
             report.add_fault(row, f"{what} {length} tokens, and there is room for {report.room}")

@@ -1,10 +1,14 @@
 """Batches of like lengths, their order, and the sample grid of an SFT run."""
 
+import json
+
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 
 from janus_trl.checkpoints import read_manifest
+from janus_trl.data import load_dataset_splits
+from janus_trl.data_report import report_on
 from janus_trl.image_codes import encode_pictures
 from janus_trl.inference import trained_length
 from janus_trl.sft_data import JointCollator, reasoning_tokens
@@ -44,6 +48,20 @@ def test_lengths_are_those_of_the_collator(model, processor):
     lengths = collator.lengths(dataset)
     assert lengths[:-1] == [int(collator([r])["attention_mask"].sum()) for r in rows[:-1]]
     assert len(lengths) == len(rows)
+
+
+def test_the_report_on_data_counts_the_ids_of_the_collator(model, processor, tmp_path):
+    collator = JointCollator.of(model, processor, 0.0)
+    rows = [{"prompt": "q", "reasoning": r, "completion": c} for r, c in (("why so", "yes"), ("", "no"), ("so", ""))]
+    picture("red").save(tmp_path / "p.png")
+    for task, extra, frame in (("i2t", {}, 1), ("t2i", {"image": "p.png"}, len(CODES) + 3)):
+        (tmp_path / f"{task}.jsonl").write_text("".join(json.dumps({**row, **extra}) + "\n" for row in rows))
+        data = load_dataset_splits(str(tmp_path / f"{task}.jsonl"), task=task, stage="sft")["train"]
+        given = [{**row, "image_codes": CODES if extra else []} for row in rows]
+        expected = [int(collator([row])["attention_mask"].sum()) for row in given]
+        report = report_on(data, task, processor, stage="sft")
+        assert [length + frame for length in report.lengths] == expected  # `prompt_room` leaves room for the frame
+        assert report.reasoning_lengths == [6, 0, 2]
 
 
 def test_padding_is_below_a_tenth_on_mixed_rows(janus_folder, tmp_path):

@@ -128,7 +128,7 @@ def test_supervised_rows_count_reasoning_and_answer(tmp_path, processor):
     rows = [{"prompt": "q", "completion": "yes", "reasoning": "why so"}, {"prompt": "q", "completion": "no"}]
     write(tmp_path / "d.jsonl", rows)
     report = report_on(load(tmp_path / "d.jsonl", task="i2t", stage="sft"), "i2t", processor, stage="sft")
-    assert report.lengths[0] - report.lengths[1] == len("why so") + 1
+    assert report.lengths[0] - report.lengths[1] == len("why so yes") - len("no")
     assert report.lines()[2] == "  of these reasoning: 0 to 6, mean 3.0" and report.reasoning_lengths == [6, 0]
     without = report_on(load(tmp_path / "d.jsonl", task="i2t", stage="sft").select([1]), "i2t", processor, stage="sft")
     assert not any("reasoning" in line for line in without.lines())

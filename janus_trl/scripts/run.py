@@ -144,6 +144,8 @@ def closing_line(evaluations: list[tuple[int, dict[int, float]]], folder: str) -
         return f"Done. Checkpoints, curve and samples are in {folder}."
     (first, before), (last, after) = evaluations[0], evaluations[-1]
     both = sorted(before.keys() & after.keys())
+    if not both:
+        return f"Done. No held-out row has a reward at both steps {first} and {last}. Output: {folder}"
     before, after = [before[row] for row in both], [after[row] for row in both]
     gains = [b - a for a, b in zip(before, after, strict=True)]
     gain = statistics.fmean(gains)
