@@ -66,6 +66,7 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
         collator = JointCollator.of(model, processing_class, args.guidance_dropout)
         self._losses: dict[str, torch.Tensor] = {}
         self._length_sampler: LengthGroupedSampler | BatchRebalanceSampler | None = None
+        self._eval_sampler: LengthGroupedSampler | None = None
         try:
             args.model_init_kwargs = None  # TRL refuses them beside a loaded model
             super().__init__(
@@ -136,11 +137,18 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
         return super().compute_loss(weighted, inputs, return_outputs, num_items_in_batch)
 
     def _count_losses(self, log_probs: torch.Tensor, labels: torch.LongTensor) -> None:
-        """Add to the sum of losses and the number of labels of each modality, of all ranks; collective."""
+        """Add to the sum of losses and the number of labels of each modality, of all ranks; collective.
+
+        A loader repeats held-out rows where they do not fill the last batch of every rank: these count once.
+        """
         is_code, is_text = labels >= self.base_model.vocab_size, (labels >= 0) & (labels < self.base_model.vocab_size)
-        parts = [part for where in (is_text, is_code) for part in (-log_probs[where].sum(), where.sum())]
-        counted = self.accelerator.reduce(torch.stack([part.double() for part in parts]))
-        mode = "train" if self.model.training else "eval"
+        losses = -log_probs.double()
+        parts = [part.sum(1) for at in (is_text, is_code) for part in (losses.masked_fill(~at, 0), at.double())]
+        rows = torch.stack(parts, 1)  # [B, 4]
+        if self.model.training:
+            mode, counted = "train", self.accelerator.reduce(rows.sum(0))
+        else:
+            mode, counted = "eval", self.accelerator.gather_for_metrics(rows).sum(0)
         self._losses[mode] = self._losses.get(mode, 0) + counted
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -155,13 +163,26 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
     # Data ------------------------------------------------------------------------------------------------------------
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
-        """As in transformers, but no row is blanked: the loss of held-out rows has to repeat."""
+        """As in transformers, but the loss of held-out rows has to repeat: none is blanked, and their order is kept.
+
+        It is the loss of batches, so it depends on which rows are together.
+        """
         collator = self.data_collator
         self.data_collator = replace(collator, guidance_dropout=0.0)
         try:
             return super().get_eval_dataloader(eval_dataset)
         finally:
             self.data_collator = collator
+            if self._eval_sampler is not None:  # with workers that stay, that of the evaluation before
+                self._eval_sampler.generator.manual_seed(self._data_seed())
+
+    def _get_eval_sampler(self, eval_dataset: Dataset):
+        sampler = super()._get_eval_sampler(eval_dataset)
+        self._eval_sampler = None
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.lengths = list(sampler.lengths)  # a column would be read row by row
+            self._eval_sampler = sampler
+        return sampler
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None):
         """With a generator of its own: the global one moves with the blanked rows, apart on every rank."""

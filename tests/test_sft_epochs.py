@@ -99,3 +99,13 @@ def test_balanced_batches_of_several_processes_follow_the_epoch_of_a_resumed_run
     assert len(first) > 1 and first != second and batches_of(1, 1) == second[1:]
     trainer.args.data_seed = 8
     assert batches_of(0, 0) != first
+
+
+def test_held_out_rows_are_in_the_same_batches_at_every_evaluation_with_workers_that_stay(janus_folder, tmp_path):
+    settings = {"per_device_eval_batch_size": 2, **WORKERS}
+    held_out = rows().add_column("images", [[]] * ROWS)
+    trainer = sft_trainer(janus_folder, tmp_path, rows(), eval_dataset=held_out, **settings)
+    found = [trainer.evaluate() for _ in range(3)]
+    trainer._eval_dataloaders["eval"]._iterator._shutdown_workers()
+    for name in ("eval_loss", "eval_loss/text", "eval_loss/image"):
+        assert len({log[name] for log in found}) == 1, name
