@@ -253,7 +253,11 @@ def prepare(
 ) -> Dataset | None:
     """Rows with codes in the place of target pictures, and for grouping with their lengths."""
     dataset = with_image_codes(dataset, model, args.codes_cache_dir, device=args.device)
-    grouped = args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
-    if dataset is None or not grouped or args.length_column_name in dataset.column_names:
+    grouped, name = args.train_sampling_strategy in ("group_by_length", "batch_rebalance"), args.length_column_name
+    if dataset is None or not grouped:
         return dataset
-    return dataset.add_column(args.length_column_name, collator.lengths(dataset))
+    if name in dataset.column_names:
+        if "int" in str(dataset.features[name]) and not dataset.data.column(name).null_count:
+            return dataset
+        dataset = dataset.remove_columns(name)  # `length` says something else in this data set
+    return dataset.add_column(name, collator.lengths(dataset))

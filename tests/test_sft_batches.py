@@ -64,6 +64,17 @@ def test_the_report_on_data_counts_the_ids_of_the_collator(model, processor, tmp
         assert report.reasoning_lengths == [6, 0, 2]
 
 
+@pytest.mark.parametrize(("given", "kept"), [
+    (["short"] * 8, False), ([None] * 8, False), ([3, None] * 4, False), (list(range(8)), True),
+])  # fmt: skip
+def test_a_column_of_that_name_gives_the_lengths_only_if_it_can(janus_folder, tmp_path, given, kept):
+    rows = Dataset.from_list(mixed_rows(), features=FEATURES).add_column("length", given)
+    trainer = sft_trainer(janus_folder, tmp_path, rows, eval_dataset=rows)
+    expected = given if kept else trainer.data_collator.lengths(trainer.train_dataset)
+    assert list(trainer.train_dataset["length"]) == list(trainer.eval_dataset["length"]) == expected
+    assert trainer._get_train_sampler().lengths == expected and all(isinstance(length, int) for length in expected)
+
+
 def test_padding_is_below_a_tenth_on_mixed_rows(janus_folder, tmp_path):
     share = {}
     for strategy in ("group_by_length", "random"):
