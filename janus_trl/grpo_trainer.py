@@ -38,7 +38,7 @@ from .task_mixture import TaskSampler, row_for_task, split_by_task
 from .trainable import freeze_for_task, trainable_table
 from .trainer_evaluation import HeldOutEvaluation
 from .trainer_sampling import RolloutSampling, sample_for_trl
-from .training_rows import held_out_rows, rows_of_tasks, training_rows
+from .training_rows import held_out_rows, rows_of_tasks, training_rows, with_image_list
 
 
 class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing, GRPOTrainer):
@@ -208,8 +208,8 @@ class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing,
 
     def _generate_rows(self, inputs: list[dict]) -> dict:
         """TRL's rollout, rewards and advantages of rows of this rank; collective."""
-        if self.task == "both":
-            inputs = [row_for_task(row) for row in inputs]
+        form = row_for_task if self.task == "both" else with_image_list
+        inputs = [form(row) for row in inputs]
         return super()._generate_and_score_completions(inputs)
 
     def _split_metrics(self, mode: str):

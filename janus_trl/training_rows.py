@@ -53,6 +53,11 @@ def rows_of_tasks(dataset: Dataset, task: str) -> dict[str, list[int]]:
     return rows
 
 
+def with_image_list(row: dict) -> dict:
+    """The row with a list of pictures, empty where it has none: TRL cannot join None to a prompt."""
+    return {**row, "images": row["images"] or []} if "images" in row else row
+
+
 def _drawn_from_text(name: str, dataset: Dataset | dict[str, Dataset] | None, task: str):
     """Rows to draw without columns of pictures, in which TRL would look for input pictures."""
     if isinstance(dataset, dict):

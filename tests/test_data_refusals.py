@@ -41,6 +41,25 @@ def test_columns_without_pictures_do_not_keep_rows_from_being_drawn(trainer_of, 
     assert steps(trainer)[0]["grad_norm"] > 0 and len(trainer.eval_rewards()) == 2
 
 
+def test_rows_without_pictures_are_asked_about_as_text(trainer_of):
+    given = [[picture("red")], None, [], [picture("red"), picture("blue")]]
+    rows = Dataset.from_dict({"prompt": list("abcd"), "images": given, "answer": ["A"] * 4})
+    seen = {}
+
+    def reward(prompts, images, **_):
+        parts = [prompt[0]["content"] for prompt in prompts]
+        texts = [part if isinstance(part, str) else part[-1]["text"] for part in parts]
+        seen.update({text: len(own) for text, own in zip(texts, images, strict=True)})
+        return [float(i % 2) for i in range(len(prompts))]
+
+    settings = {"per_device_train_batch_size": 8, "num_generations": 2, "per_device_eval_batch_size": 4}
+    trainer = trainer_of(reward, rows, eval_dataset=rows, task="i2t", **settings)
+    trainer.train()
+    assert seen == {"a": 1, "b": 0, "c": 0, "d": 2} and steps(trainer)[0]["grad_norm"] > 0
+    trainer.evaluate()
+    assert len(trainer.eval_rewards()) == 4 and len(trainer.sample_rows(4)) == 4
+
+
 def test_targets_of_supervised_rows_are_left_out_of_grpo(tmp_path):
     Image.new("RGB", (16, 16)).save(tmp_path / "p.png")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "draw", "image": "p.png", "reasoning": "r"}) + "\n")
