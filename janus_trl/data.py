@@ -182,8 +182,6 @@ def _load_entry(
 def _with_our_columns(dataset: datasets.Dataset, source: Source, task: str, stage: str, seed: int) -> datasets.Dataset:
     if source.format is not None:
         dataset = adapt(dataset, source.format, seed, source.renamed())
-        if task == "t2i" and stage == "grpo" and "image" in dataset.column_names:
-            dataset = dataset.remove_columns("image")  # the target of supervised training
         source = replace(source, **Source(None).renamed() | {"text_column": "prompt", "answer_column": "answer"})
     elif is_text_file(source.name):
         dataset = dataset.rename_column("text", source.text_column)
@@ -192,6 +190,8 @@ def _with_our_columns(dataset: datasets.Dataset, source: Source, task: str, stag
         dataset = datasets.concatenate_datasets([dataset, answers], axis=1)
     for ours, (field, given, required) in _wanted_columns(source, task, stage).items():
         dataset = _map_column(dataset, ours, field, given, required, task)
+    if task == "t2i" and stage == "grpo" and "image" in dataset.column_names:
+        dataset = dataset.remove_columns("image")  # the target of supervised training; TRL would take it for an input
     if "images" not in dataset.column_names and task == "i2t":
         dataset = dataset.add_column("images", [None] * len(dataset))
     if stage == "sft" and "reasoning" not in dataset.column_names:

@@ -112,6 +112,23 @@ def read_row(dataset: datasets.Dataset, row: int) -> dict:
         raise ValueError(f"row {row}: {error}") from error
 
 
+def without_pictures(name: str, dataset: datasets.Dataset) -> datasets.Dataset:
+    """Rows to draw, without columns for pictures, which have to be empty: drawing reads none. Opens no picture.
+
+    Raises:
+        ValueError: naming data set, column and row.
+    """
+    columns = [name for name in ("images", "image") if name in dataset.column_names]
+    for column in columns:
+        row = next((row for row, (count, _) in enumerate(_count_images(dataset, column)) if count), None)
+        if row is not None:
+            raise ValueError(
+                f"{name}, row {row}: it has a picture in the column '{column}', but task 't2i' draws pictures and "
+                "reads none. Remove the column, or rename it if a reward needs it."
+            )
+    return dataset.remove_columns(columns) if columns else dataset
+
+
 def check_images(dataset: datasets.Dataset) -> None:
     """Read every picture once; takes as long as reading them all.
 

@@ -29,6 +29,7 @@ class DataReport:
     rows: int
     checked: int = 0
     lengths: list[int] = field(default_factory=list)
+    reasoning_lengths: list[int] = field(default_factory=list)
     room: int | None = None
     pictures: int = 0
     control_rows: int = 0
@@ -46,8 +47,9 @@ class DataReport:
         lines = [f"data ({self.name}): {self.rows} rows, {self.checked} of them checked"]
         if self.lengths:
             room = "" if self.room is None else f", room for {self.room}"
-            low, mean, high = min(self.lengths), sum(self.lengths) / len(self.lengths), max(self.lengths)
-            lines.append(f"  prompt tokens: {low} to {high}, mean {mean:.1f}{room}")
+            lines.append(f"  prompt tokens: {_range(self.lengths)}{room}")
+        if any(self.reasoning_lengths):
+            lines.append(f"  of these reasoning: {_range(self.reasoning_lengths)}")
         if self.pictures:
             lines.append(f"  pictures: {self.pictures} read")
         lines.append(f"  control strings: neutralised in {self.control_rows} rows")
@@ -63,6 +65,10 @@ class DataReport:
                 f"data ({self.name}): {len(self.bad_rows)} of {self.checked} checked rows cannot be trained on "
                 f"(numbers from 0): {'; '.join(self.faults)}{more}. Correct them, or set bad_rows: skip."
             )
+
+
+def _range(lengths: list[int]) -> str:
+    return f"{min(lengths)} to {max(lengths)}, mean {sum(lengths) / len(lengths):.1f}"
 
 
 def validated(
@@ -163,11 +169,12 @@ def _checked_row(dataset: datasets.Dataset, row: int, task: str, stage: str, con
         options = ", ".join(map(str, choices))
         report.add_fault(row, f"answer {answer!r:.40} is none of the options ({options:.80})")
         return None
-    texts = [cells.get(column) for column in ("reasoning", "completion")] if stage == "sft" else []
+    columns = ("reasoning", "completion") if task == "i2t" else ("reasoning",)  # of what the collator makes ids
+    texts = [cells.get(column) for column in columns] if stage == "sft" else []
     return {
         "prompt": neutralise(cells["prompt"], tuple(control)),
         "pictures": pictures,
-        "texts": [neutralise(text, tuple(control)) for text in texts if text],
+        "texts": [neutralise(text or "", tuple(control)) for text in texts],
     }
 
 
@@ -179,8 +186,11 @@ def _add_lengths(
     prompts = [read["prompt"] for _, read in batch]
     lengths = prompt_lengths(processor, prompts, [read["pictures"] for _, read in batch], task == "t2i")
     for (row, read), length in zip(batch, lengths, strict=True):
-        texts = processor.tokenizer(read["texts"], add_special_tokens=False)["input_ids"] if read["texts"] else []
-        length += sum(map(len, texts))
+        if texts := read["texts"]:
+            joined = " ".join(text for text in texts if text)  # as the collator joins them
+            whole, reasoning = processor.tokenizer([joined, texts[0]], add_special_tokens=False)["input_ids"]
+            length += len(whole)
+            report.reasoning_lengths.append(len(reasoning))
         report.lengths.append(length)
         if report.room is not None and length > report.room:
             what = "prompt, reasoning and answer have" if stage == "sft" else "its prompt has"

@@ -32,13 +32,13 @@ from .reward_settlement import settle
 from .rollouts import text_is_cut
 from .run_log import reward_trend
 from .saving import RolloutCheckpointing
-from .shared_reasoning import advantages_per_token
+from .shared_reasoning import advantages_per_token, scored_rows
 from .signal_metrics import signal_metrics
 from .task_mixture import TaskSampler, row_for_task, split_by_task
 from .trainable import freeze_for_task, trainable_table
 from .trainer_evaluation import HeldOutEvaluation
 from .trainer_sampling import RolloutSampling, sample_for_trl
-from .training_rows import held_out_rows, rows_of_tasks, training_rows
+from .training_rows import held_out_rows, rows_of_tasks, training_rows, with_image_list
 
 
 class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing, GRPOTrainer):
@@ -199,16 +199,17 @@ class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing,
                 self._log_signal(output)  # of the rows that are trained on
             shared = self.sampling_settings(mode).images_per_reasoning
             if shared > 1:
+                scored = scored_rows(self.round_rewards, self.accelerator.process_index, len(output["advantages"]))
                 output["advantages"] = advantages_per_token(
-                    output["advantages"], output["completion_ids"], self.base_model.vocab_size, shared
+                    output["advantages"], output["completion_ids"], self.base_model.vocab_size, shared, scored
                 )
         self._seconds["generation"] += time.perf_counter() - start
         return output
 
     def _generate_rows(self, inputs: list[dict]) -> dict:
         """TRL's rollout, rewards and advantages of rows of this rank; collective."""
-        if self.task == "both":
-            inputs = [row_for_task(row) for row in inputs]
+        form = row_for_task if self.task == "both" else with_image_list
+        inputs = [form(row) for row in inputs]
         return super()._generate_and_score_completions(inputs)
 
     def _split_metrics(self, mode: str):

@@ -1,13 +1,16 @@
 """SFT rows: which are refused, how long they are, their joint ids and labels, and the weight of each label."""
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset
-from transformers import JanusProcessor
+from transformers import JanusProcessor, PreTrainedTokenizerBase
 from trl.trainer.utils import pad
 
 from .modeling import JanusForInterleavedGeneration, SpecialIds
@@ -18,8 +21,14 @@ def refuse_edits(dataset: Dataset | None, name: str) -> None:
     """Refuse rows with input pictures and a target picture; reads list lengths only, decodes no picture.
 
     Raises:
-        ValueError: naming data set and row.
+        ValueError: naming data set and row; also for what is no data set whose rows are known.
     """
+    if dataset is not None and not (isinstance(dataset, Dataset) and len(dataset)):
+        found = "is empty" if isinstance(dataset, Dataset) else f"is of type {type(dataset).__name__}"
+        raise ValueError(
+            f"{name} {found}, but must be a datasets.Dataset with rows: pictures are encoded, and rows grouped by "
+            "length, before training. Load it whole, or a slice such as train[:10000]."
+        )
     if dataset is None or "images" not in dataset.column_names:
         return
     targets = [column for column in ("image", "image_codes") if column in dataset.column_names]
@@ -50,16 +59,44 @@ def _sizes(column: pa.ChunkedArray) -> list[int]:
 
 def first_drawn(dataset: Dataset | None, count: int) -> list[dict[str, str]]:
     """`prompt` and `reasoning` of the first `count` rows with `image_codes`."""
-    if dataset is None or "image_codes" not in dataset.column_names:
+    if dataset is None:
         return []
-    drawn: list[int] = []
-    for start, table in enumerate(dataset.select_columns(["image_codes"]).with_format("arrow").iter(1000)):
-        drawn += [1000 * start + i for i, size in enumerate(_sizes(table["image_codes"])) if size]
-        if len(drawn) >= count:
-            break
     texts = dataset.select_columns([name for name in ("prompt", "reasoning") if name in dataset.column_names])
-    rows = [texts[i] for i in drawn[:count]]  # as the collator gets them, through the transform of the data set
+    # As the collator gets them, through the transform of the data set.
+    rows = [texts[i] for i in islice(_drawn(dataset), count)]
     return [{"prompt": row["prompt"], "reasoning": row.get("reasoning") or ""} for row in rows]
+
+
+def _drawn(dataset: Dataset) -> Iterator[int]:
+    """Numbers of the rows with `image_codes`."""
+    if "image_codes" not in dataset.column_names:
+        return
+    for start, table in enumerate(dataset.select_columns(["image_codes"]).with_format("arrow").iter(1000)):
+        yield from (1000 * start + i for i, size in enumerate(_sizes(table["image_codes"])) if size)
+
+
+def reasoning_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows: int = 10_000) -> dict[str, float]:
+    """Text tokens before the picture in rows with `image_codes`: `rows` looked at, `min`, `mean`, quantiles, `max`.
+
+    Args:
+        rows: how many rows are looked at at most, evenly spaced.
+
+    Returns:
+        `{"rows": 0}` where no row has a picture to draw; all lengths 0 where none has a reasoning.
+    """
+    drawn = list(_drawn(dataset))
+    count = min(rows, len(drawn))
+    if not count:
+        return {"rows": 0}
+    picked, lengths = [drawn[i * len(drawn) // count] for i in range(count)], [0] * count
+    if "reasoning" in dataset.column_names:
+        column = dataset.select_columns(["reasoning"])
+        for start in range(0, count, 1000):
+            texts = [text or "" for text in column[picked[start : start + 1000]]["reasoning"]]
+            ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            lengths[start : start + 1000] = map(len, ids)
+    quantiles = {f"p{q}": float(np.percentile(lengths, q)) for q in (50, 90, 99)}
+    return {"rows": count, "min": min(lengths), "mean": sum(lengths) / count, **quantiles, "max": max(lengths)}
 
 
 def task_of(dataset: Dataset) -> str:
@@ -96,16 +133,18 @@ class JointCollator:
 
     Labels are -100 on prompt and padding. `t2i` rows end in `<begin_of_image>`, codes, `<end_of_image>`, eos, as in a
     rollout. A share `guidance_dropout` of them is blanked exactly as the sampler blanks its unconditional stream;
-    there only codes are labels, since the blanked text is no text to learn. With `seed` (of the run, and epoch) which
-    ones depends on it and on the row alone: batches are collated ahead, so a resumed run has not the random state with
-    which that of its first step was.
+    there only codes are labels, since the blanked text is no text to learn. After `set_epoch` which ones depends on
+    seed, epoch and row alone: batches are collated ahead, so a resumed run has not the random state with which that of
+    its first step was.
     """
 
     processor: JanusProcessor
     special: SpecialIds
     vocab_size: int
     guidance_dropout: float = 0.0
-    seed: tuple[int, int] | None = None
+    # Seed of the run and epoch (-1: none yet), in memory that the workers of a loader share: those that stay for
+    # several epochs (`dataloader_persistent_workers`) have a copy of the collator from before the first one.
+    seed: torch.LongTensor = field(default_factory=lambda: torch.tensor([0, -1]).share_memory_(), compare=False)
 
     @classmethod
     def of(cls, model: JanusForInterleavedGeneration, processor: JanusProcessor, guidance_dropout: float):
@@ -135,11 +174,16 @@ class JointCollator:
             batch["pixel_values"] = encoded["pixel_values"]
         return batch
 
+    def set_epoch(self, seed: int, epoch: int) -> None:
+        """Blank rows by seed of the run, epoch and row from now on, here and in the workers of loaders."""
+        self.seed.copy_(torch.tensor([seed, epoch]))
+
     def _draw(self, ids: torch.LongTensor) -> float:
         """Uniform in [0, 1)."""
-        if self.seed is None:
+        seed, epoch = self.seed.tolist()
+        if epoch < 0:
             return torch.rand(()).item()
-        digest = hashlib.blake2b(repr((self.seed, ids.tolist())).encode(), digest_size=4).digest()
+        digest = hashlib.blake2b(repr(((seed, epoch), ids.tolist())).encode(), digest_size=4).digest()
         return int.from_bytes(digest, "big") / 2**32
 
     def completion_ids(self, row: dict) -> list[int]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
@@ -9,7 +10,7 @@ from datasets import Dataset
 from peft import PeftConfig
 from torch.utils.data import DataLoader
 from transformers import JanusProcessor, PreTrainedModel
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from trl import SFTTrainer
 from trl.models.utils import unwrap_model_for_generation
 
@@ -23,7 +24,7 @@ from .prompts import bind_prompt_template
 from .reporting import guard_dashboards
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .saving import Checkpointing
-from .sft_data import JointCollator, LossWeights, first_drawn, refuse_edits, task_of
+from .sft_data import JointCollator, LossWeights, first_drawn, reasoning_tokens, refuse_edits, task_of
 from .trainable import freeze_for_task, trainable_table
 
 
@@ -64,7 +65,8 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
         bind_special_ids(model, processing_class)
         collator = JointCollator.of(model, processing_class, args.guidance_dropout)
         self._losses: dict[str, torch.Tensor] = {}
-        self._length_sampler: LengthGroupedSampler | None = None
+        self._length_sampler: LengthGroupedSampler | BatchRebalanceSampler | None = None
+        self._eval_sampler: LengthGroupedSampler | None = None
         try:
             args.model_init_kwargs = None  # TRL refuses them beside a loaded model
             super().__init__(
@@ -98,10 +100,23 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         """TRL's card speaks of text generation; this one is about Janus."""
         if self.accelerator.is_main_process:
-            count = self.args.num_samples or 1
-            rows = first_drawn(self.eval_dataset, count) or first_drawn(self.train_dataset, count)
-            length = self._reasoning_length(rows)
-            write_model_card(self, "SFT", self.task, model_name, reasoning_length=length)
+            write_model_card(self, "SFT", self.task, model_name, reasoning_length=self._trained_length())
+
+    @cached_property
+    def reasoning_tokens(self) -> dict[str, float]:
+        """How long the reasonings of the training rows are; see `janus_trl.sft_data.reasoning_tokens`."""
+        return reasoning_tokens(self.train_dataset, self.processing_class.tokenizer)
+
+    def _trained_length(self) -> int | None:
+        """`max_reasoning_length`; if unset that of the training rows, None without pictures to draw."""
+        given = self.args.max_reasoning_length
+        return self.reasoning_tokens.get("max") if given is None else given
+
+    def _facts(self) -> dict[str, Any]:
+        """With the length that `generate` and `evaluate` need to sample what was taught."""
+        facts = super()._facts()
+        sampling = {**facts["sampling"], "max_reasoning_length": self._trained_length()}
+        return {**facts, "sampling": sampling, "reasoning_tokens": self.reasoning_tokens}
 
     # Loss ------------------------------------------------------------------------------------------------------------
 
@@ -122,11 +137,18 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
         return super().compute_loss(weighted, inputs, return_outputs, num_items_in_batch)
 
     def _count_losses(self, log_probs: torch.Tensor, labels: torch.LongTensor) -> None:
-        """Add to the sum of losses and the number of labels of each modality, of all ranks; collective."""
+        """Add to the sum of losses and the number of labels of each modality, of all ranks; collective.
+
+        A loader repeats held-out rows where they do not fill the last batch of every rank: these count once.
+        """
         is_code, is_text = labels >= self.base_model.vocab_size, (labels >= 0) & (labels < self.base_model.vocab_size)
-        parts = [part for where in (is_text, is_code) for part in (-log_probs[where].sum(), where.sum())]
-        counted = self.accelerator.reduce(torch.stack([part.double() for part in parts]))
-        mode = "train" if self.model.training else "eval"
+        losses = -log_probs.double()
+        parts = [part.sum(1) for at in (is_text, is_code) for part in (losses.masked_fill(~at, 0), at.double())]
+        rows = torch.stack(parts, 1)  # [B, 4]
+        if self.model.training:
+            mode, counted = "train", self.accelerator.reduce(rows.sum(0))
+        else:
+            mode, counted = "eval", self.accelerator.gather_for_metrics(rows).sum(0)
         self._losses[mode] = self._losses.get(mode, 0) + counted
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -141,13 +163,26 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
     # Data ------------------------------------------------------------------------------------------------------------
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
-        """As in transformers, but no row is blanked: the loss of held-out rows has to repeat."""
+        """As in transformers, but the loss of held-out rows has to repeat: none is blanked, and their order is kept.
+
+        It is the loss of batches, so it depends on which rows are together.
+        """
         collator = self.data_collator
         self.data_collator = replace(collator, guidance_dropout=0.0)
         try:
             return super().get_eval_dataloader(eval_dataset)
         finally:
             self.data_collator = collator
+            if self._eval_sampler is not None:  # with workers that stay, that of the evaluation before
+                self._eval_sampler.generator.manual_seed(self._data_seed())
+
+    def _get_eval_sampler(self, eval_dataset: Dataset):
+        sampler = super()._get_eval_sampler(eval_dataset)
+        self._eval_sampler = None
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.lengths = list(sampler.lengths)  # a column would be read row by row
+            self._eval_sampler = sampler
+        return sampler
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None):
         """With a generator of its own: the global one moves with the blanked rows, apart on every rank."""
@@ -156,14 +191,22 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
             sampler.lengths = list(sampler.lengths)  # a column would be read row by row
             sampler.generator = torch.Generator()
             self._length_sampler = sampler
+        elif isinstance(sampler, BatchRebalanceSampler):
+            sampler.seed = self._data_seed()  # transformers seeds it with 42
+            self._length_sampler = sampler
         return sampler
+
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _run_epoch(self, model, epoch, *args, **kwargs):
         """Shuffle and blank by seed and epoch, so that a resumed run sees the rows of a straight one."""
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.data_collator.seed = (seed, epoch)
-        if self._length_sampler is not None:
-            self._length_sampler.generator.manual_seed(seed + epoch)
+        seed, sampler = self._data_seed(), self._length_sampler
+        self.data_collator.set_epoch(seed, epoch)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.generator.manual_seed(seed + epoch)
+        elif sampler is not None:  # a resumed loader of several processes does not reach it
+            sampler.set_epoch(epoch)
         return super()._run_epoch(model, epoch, *args, **kwargs)
 
     # Samples ---------------------------------------------------------------------------------------------------------
@@ -210,7 +253,11 @@ def prepare(
 ) -> Dataset | None:
     """Rows with codes in the place of target pictures, and for grouping with their lengths."""
     dataset = with_image_codes(dataset, model, args.codes_cache_dir, device=args.device)
-    grouped = args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
-    if dataset is None or not grouped or args.length_column_name in dataset.column_names:
+    grouped, name = args.train_sampling_strategy in ("group_by_length", "batch_rebalance"), args.length_column_name
+    if dataset is None or not grouped:
         return dataset
-    return dataset.add_column(args.length_column_name, collator.lengths(dataset))
+    if name in dataset.column_names:
+        if "int" in str(dataset.features[name]) and not dataset.data.column(name).null_count:
+            return dataset
+        dataset = dataset.remove_columns(name)  # `length` says something else in this data set
+    return dataset.add_column(name, collator.lengths(dataset))

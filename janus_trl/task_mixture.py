@@ -36,13 +36,25 @@ def check_task_datasets(name: str, rows: Any, prompts: int | None = None) -> Non
 
 def join_tasks(parts: Mapping[str, Dataset]) -> Dataset:
     """The rows of both tasks, one after the other, with a column `task`; columns that a task lacks are None."""
+    parts = {task: part.remove_columns([n for n in part.column_names if n == "task"]) for task, part in parts.items()}
+    return one_after_another({task: part.add_column("task", [task] * len(part)) for task, part in parts.items()})
+
+
+def one_after_another(parts: Mapping[str, Dataset]) -> Dataset:
+    """The rows of all parts in turn, read as in their part; columns that a part lacks are None.
+
+    Plain concatenation would read all of them as the first part does, with the folder that its pictures lie in.
+
+    Args:
+        parts: by the name that an error gives them.
+    """
     transforms = [_row_reader(part) for part in parts.values()]
-    stored = []
-    for (task, part), transform in zip(parts.items(), transforms, strict=True):
-        if transform is not None:  # paths of pictures may be relative to a folder of their own
-            part = with_stored_pictures(undecoded(part.with_format(None)), transform.keywords.get("folder"))
-        part = part.remove_columns("task") if "task" in part.column_names else part
-        stored.append(part.add_column("task", [task] * len(part)))
+    stored = [
+        part
+        if transform is None
+        else with_stored_pictures(undecoded(part.with_format(None)), transform.keywords.get("folder"))
+        for part, transform in zip(parts.values(), transforms, strict=True)
+    ]
     joined = mixed(stored, None, 0, list(parts))
     settings = next((t.keywords for t in transforms if t is not None), None)
     if settings is None:
@@ -76,7 +88,7 @@ def evaluations_of(rows: Dataset, evaluations: list[tuple[int, dict[int, float]]
 def row_for_task(row: dict) -> dict:
     """A row in the form in which TRL samples its task: plain text for `t2i`, a conversation with pictures for `i2t`."""
     if row["task"] == "t2i":
-        return {name: value for name, value in row.items() if name != "images"}
+        return {name: value for name, value in row.items() if name not in ("image", "images")}
     prompt = row["prompt"]
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return {**row, "prompt": prompt, "images": row.get("images") or []}

@@ -6,6 +6,7 @@ from .prompts import prompt_with_pictures, user_text
 from .reward_settlement import settle
 from .sampling import Rollout, row_seed
 from .task_mixture import drop_joint_metrics, row_for_task
+from .training_rows import with_image_list
 
 
 class HeldOutEvaluation:
@@ -45,7 +46,7 @@ class HeldOutEvaluation:
         both = self.task == "both"
         held_out = self.eval_dataset["t2i"] if both else self.eval_dataset
         inputs = [held_out[i] for i in range(min(rows, len(held_out)))]
-        inputs = [row_for_task(row) for row in inputs] if both else inputs
+        inputs = [row_for_task(row) if both else with_image_list(row) for row in inputs]
         prompts = [prompt_with_pictures(row) for row in inputs]
         seeds = [row_seed(self.args.seed, "samples", i) for i in range(len(inputs))]
         settings = self.sampling_settings("eval", task="t2i" if both else self.task)

@@ -4,7 +4,6 @@ This process imports what a run needs once and forks the two ranks of every run,
 `accelerate launch` gives them: a run starts in a second, and can be killed at any moment of its life.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -33,6 +32,7 @@ from janus_trl.configs import JanusGRPOConfig
 from janus_trl.grpo_trainer import JanusGRPOTrainer
 from janus_trl.script_arguments import lora_config
 from janus_trl.scripts.run import save_all
+from tests.distributed_scenarios import worker_arguments
 
 STEPS, PROCESSES = 4, 2
 ROOT = Path(__file__).resolve().parent.parent
@@ -234,9 +234,7 @@ def terminated(run: Run, environment: dict) -> list[dict]:
 
 def main() -> None:
     """All runs, one after the other; what happened goes to `<output>/results.json`."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--output", required=True, type=Path)
+    parser = worker_arguments()
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--only_kills", action="store_true")

@@ -1,17 +1,15 @@
 """Entropy control on one process or several: the coefficients of a run, of a resumed run, and what they do.
 
-Started by `tests.distributed_launch`; each rank writes what it saw to `<output>/<scenario>.rank<rank>.json`.
+Started by `tests.distributed_launch`; see `tests.distributed_scenarios`.
 """
 
-import argparse
-import json
 from pathlib import Path
 
-import torch
 from datasets import Dataset
 
 from janus_trl.configs import JanusGRPOConfig
 from janus_trl.grpo_trainer import JanusGRPOTrainer
+from tests.distributed_scenarios import run_scenarios
 
 GLOBAL_BATCH, STEPS = 8, 3
 # Steps that are large enough to see; both modalities start on one side of their target.
@@ -69,20 +67,5 @@ def run(name: str, folder: str, output: Path, processes: int) -> dict:
     return result
 
 
-def main() -> None:
-    """Run the scenarios named on the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--processes", required=True, type=int)
-    parser.add_argument("scenarios", nargs="+", choices=SCENARIOS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in options.scenarios:
-        result = run(name, options.model, options.output, options.processes)
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        (options.output / f"{name}.rank{rank}.json").write_text(json.dumps(result))
-
-
 if __name__ == "__main__":
-    main()
+    run_scenarios(SCENARIOS, run)

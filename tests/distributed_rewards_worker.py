@@ -1,10 +1,8 @@
-"""Training runs with rewards that hold a model, for `tests.test_rewards_distributed`; see `tests.distributed_worker`.
+"""Training runs with rewards that hold a model, for `tests.test_rewards_distributed`.
 
-A small CLIP lies in `<output>/clip`. Each rank writes what it saw to `<output>/<scenario>.rank<rank>.json`.
+A small CLIP lies in `<output>/clip`; for what is written there see `tests.distributed_scenarios`.
 """
 
-import argparse
-import json
 import math
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ from safetensors.torch import load_file
 from janus_trl.configs import JanusGRPOConfig
 from janus_trl.grpo_trainer import JanusGRPOTrainer
 from janus_trl.rewards import get_reward_funcs
+from tests.distributed_scenarios import run_scenarios
 from tests.distributed_worker import STEPS, Progress, rows
 
 FAULTY_ROW = 2  # of rank 1, at the last step, whose advantages TRL keeps
@@ -79,22 +78,14 @@ def async_raises(folder: str, output: Path, processes: int) -> dict:
     return {"message": None}
 
 
-def main() -> None:
-    """Run the scenarios named on the command line."""
-    scenarios = {"clip": clip, "async_raises": async_raises}
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--processes", required=True, type=int)
-    parser.add_argument("scenarios", nargs="+", choices=scenarios)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in options.scenarios:
-        JanusGRPOConfig(output_dir=str(options.output), report_to="none")  # starts the process group
-        result = scenarios[name](options.model, options.output, options.processes)
-        path = options.output / f"{name}.rank{torch.distributed.get_rank()}.json"
-        path.write_text(json.dumps(result))
+SCENARIOS = {"clip": clip, "async_raises": async_raises}
+
+
+def run(name: str, folder: str, output: Path, processes: int) -> dict:
+    """A scenario, which asks for its rank before it has a trainer."""
+    JanusGRPOConfig(output_dir=str(output), report_to="none")  # starts the process group
+    return SCENARIOS[name](folder, output, processes)
 
 
 if __name__ == "__main__":
-    main()
+    run_scenarios(SCENARIOS, run)

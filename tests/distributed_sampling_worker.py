@@ -3,11 +3,8 @@
 The global batch is 12 rows in groups of 4: on two processes the second group lies on both.
 """
 
-import argparse
-import json
 from pathlib import Path
 
-import torch
 from datasets import Dataset
 from PIL import Image
 from transformers import set_seed
@@ -16,6 +13,7 @@ from trl import ModelConfig
 from janus_trl.configs import JanusGRPOConfig
 from janus_trl.grpo_trainer import JanusGRPOTrainer
 from janus_trl.script_arguments import lora_config
+from tests.distributed_scenarios import run_scenarios
 
 GLOBAL_BATCH, GROUP, STEPS = 12, 4, 4
 NAMES = [chr(ord("a") + i) for i in range(12)]
@@ -51,12 +49,16 @@ def rows(task: str) -> Dataset | dict[str, Dataset]:
 
 
 class Scripted:
-    """Spread for every second prompt, by the share of odd ids; the others get a constant. Keeps what it was given."""
+    """Spread for every second prompt, by the share of odd ids; the others get a constant. Keeps what it was given.
+
+    Args:
+        gaps: give no reward to some rows of prompts with spread.
+    """
 
     __name__ = "scripted"
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, gaps: bool = False):
+        self.calls, self.gaps = [], gaps
 
     def __call__(self, prompts, completion_ids, images=(), **columns):
         names = [prompt if isinstance(prompt, str) else prompt[0]["content"] for prompt in prompts]
@@ -66,10 +68,13 @@ class Scripted:
             "pictures": [len(row) for row in images], "task": list(columns.get("task", [])),
         })  # fmt: skip
         lively = [name in NAMES[::2] for name in names]
-        return [
+        rewards = [
             sum(i % 2 for i in ids) / max(len(ids), 1) if live else 0.5
             for live, ids in zip(lively, completion_ids, strict=True)
         ]
+        missing = [self.gaps and live and sum(ids) % 4 == 0 for live, ids in zip(lively, completion_ids, strict=True)]
+        self.calls[-1]["missing"] = missing
+        return [None if gone else reward for gone, reward in zip(missing, rewards, strict=True)]
 
 
 def inputs_of(batch: dict) -> list[dict]:
@@ -94,7 +99,7 @@ def run(name: str, folder: str, output: Path, processes: int) -> dict:
     options = {**COMMON, **SCENARIOS[name], "per_device_train_batch_size": GLOBAL_BATCH // processes}
     args = JanusGRPOConfig(output_dir=str(output / name), **options)
     set_seed(args.seed)
-    reward = Scripted()
+    reward = Scripted(gaps=name == "filter_t2i")
     held_out = {task: part.select(range(EVAL_ROWS)) for task, part in rows("both").items()}
     trainer = JanusGRPOTrainer(
         folder, reward, args, rows(args.task), eval_dataset=held_out if name == "mixed" else None,
@@ -116,20 +121,5 @@ def run(name: str, folder: str, output: Path, processes: int) -> dict:
     return {"calls": calls, "losses": trained, "logs": logs, "evaluated": rewards, "held_out": trainer.evaluations}
 
 
-def main() -> None:
-    """Run the scenarios named on the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--processes", required=True, type=int)
-    parser.add_argument("scenarios", nargs="+", choices=SCENARIOS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in options.scenarios:
-        result = run(name, options.model, options.output, options.processes)
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        (options.output / f"{name}.rank{rank}.json").write_text(json.dumps(result))
-
-
 if __name__ == "__main__":
-    main()
+    run_scenarios(SCENARIOS, run)

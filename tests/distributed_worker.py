@@ -1,19 +1,14 @@
 """Training runs for the distributed tests: the same scenarios on one process, under DDP and under ZeRO-3.
 
-Started by `tests.distributed_launch`, once per number of processes; the scenarios run one after another in the same
-processes. Each rank writes what it saw to `<output>/<scenario>.rank<rank>.json`.
+Started by `tests.distributed_launch`, once per number of processes; see `tests.distributed_scenarios`.
 """
 
-import argparse
 import dataclasses
 import hashlib
-import json
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from datasets import Dataset
 from PIL import Image
 from transformers import TrainerCallback, set_seed
@@ -24,6 +19,7 @@ from janus_trl.configs import JanusGRPOConfig
 from janus_trl.grpo_trainer import JanusGRPOTrainer
 from janus_trl.run_log import read_messages
 from janus_trl.script_arguments import lora_config
+from tests.distributed_scenarios import run_scenarios
 
 GLOBAL_BATCH = 8  # completions of a step, on all processes together
 STEPS = 3
@@ -159,8 +155,9 @@ def digest(trainer: JanusGRPOTrainer) -> str:
     return state.hexdigest()
 
 
-def run(name: str, scenario: Scenario, folder: str, output: Path, processes: int) -> dict:
+def run(name: str, folder: str, output: Path, processes: int) -> dict:
     """All of one scenario: train, save, evaluate, resume."""
+    scenario = SCENARIOS[name]
     trainer_sampling.ENGINE_DEVICES = ("cpu",) if scenario.engine and processes > 1 else ("cuda",)
     trainer = build_trainer(name, scenario, folder, output, processes)
     result = train(trainer)
@@ -175,26 +172,8 @@ def run(name: str, scenario: Scenario, folder: str, output: Path, processes: int
         again = build_trainer(name, scenario, folder, output, processes)
         result["resumed"] = train(again, resume_from=output / name / "checkpoint-2")
         again.accelerator.free_memory()
-    return result
-
-
-def main() -> None:
-    """Run the scenarios named on the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--processes", required=True, type=int)
-    parser.add_argument("scenarios", nargs="+", choices=SCENARIOS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in options.scenarios:
-        start = time.perf_counter()
-        result = run(name, SCENARIOS[name], options.model, options.output, options.processes)
-        result["seconds"] = time.perf_counter() - start
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        path = options.output / f"{name}.rank{rank}.json"
-        path.write_text(json.dumps({**result, "scenario": dataclasses.asdict(SCENARIOS[name])}))
+    return {**result, "scenario": dataclasses.asdict(scenario)}
 
 
 if __name__ == "__main__":
-    main()
+    run_scenarios(SCENARIOS, run)

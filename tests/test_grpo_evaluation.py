@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from janus_trl.scripts.run import closing_line
 from tests.grpo import COLORS, PROMPTS, pictures_dataset, prompts_dataset, steps
 
 
@@ -119,3 +120,11 @@ def test_sample_rows_are_the_first_held_out_rows_and_repeat(trainer_of, task):
     else:
         assert [row["image"] and row["image"].getpixel((0, 0)) for row in first] == [COLORS["a"], COLORS["b"], None]
     assert trainer.model.training and trainer.sample_rows(0) == []
+
+
+def test_the_closing_line_is_about_rows_that_have_a_reward_at_both_ends():
+    assert closing_line([(0, {0: 0.1, 1: 0.5}), (4, {1: 0.7, 2: 0.9})], "out").startswith(
+        "Held-out reward on 1 rows: 0.500 at step 0, 0.700 at step 4 (+0.200"
+    )
+    none = closing_line([(0, {0: 0.1}), (4, {1: 0.7})], "out")
+    assert none == "Done. No held-out row has a reward at both steps 0 and 4. Output: out"

@@ -98,6 +98,16 @@ def test_every_held_out_row_of_both_tasks_counts_once_on_two_processes(zero3, on
         assert ours["evaluated"][f"eval_reward/{task}"] == pytest.approx(mean, abs=1e-6)
 
 
+def test_an_image_without_reward_leaves_the_advantage_of_its_reasoning_to_the_other(zero3, one):
+    """Rows of the second group lie on both processes; that they are those of one is in `assert_equals_one_process`."""
+    seen = calls_of(zero3, "filter_t2i")
+    gone = {tuple(i) for call in seen for i, m in zip(call["completion_ids"], call["missing"], strict=True) if m}
+    rows = [row for step in losses_of(zero3["filter_t2i"]) for row in step]
+    texts = [row["advantage"][0] for row in rows if tuple(row["completion"]) in gone]
+    codes = [row["advantage"][1] for row in rows if tuple(row["completion"]) in gone]
+    assert codes and set(codes) == {0.0} and any(abs(text) > 0.1 for text in texts)
+
+
 @pytest.mark.parametrize("name", ["filter_t2i", "filter_i2t"])
 def test_only_groups_with_spread_reach_the_loss_with_an_advantage(one, name):
     calls, logs = one[name]["calls"], one[name]["logs"]

@@ -1,10 +1,17 @@
 """Batches of like lengths, their order, and the sample grid of an SFT run."""
 
+import json
+
+import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 
+from janus_trl.checkpoints import read_manifest
+from janus_trl.data import load_dataset_splits
+from janus_trl.data_report import report_on
 from janus_trl.image_codes import encode_pictures
-from janus_trl.sft_data import JointCollator
+from janus_trl.inference import trained_length
+from janus_trl.sft_data import JointCollator, reasoning_tokens
 from janus_trl.tiny.datasets import tiny_sft_dataset
 from tests.sft import CODES, FEATURES, mixed_rows, picture, row, sft_trainer
 
@@ -41,6 +48,31 @@ def test_lengths_are_those_of_the_collator(model, processor):
     lengths = collator.lengths(dataset)
     assert lengths[:-1] == [int(collator([r])["attention_mask"].sum()) for r in rows[:-1]]
     assert len(lengths) == len(rows)
+
+
+def test_the_report_on_data_counts_the_ids_of_the_collator(model, processor, tmp_path):
+    collator = JointCollator.of(model, processor, 0.0)
+    rows = [{"prompt": "q", "reasoning": r, "completion": c} for r, c in (("why so", "yes"), ("", "no"), ("so", ""))]
+    picture("red").save(tmp_path / "p.png")
+    for task, extra, frame in (("i2t", {}, 1), ("t2i", {"image": "p.png"}, len(CODES) + 3)):
+        (tmp_path / f"{task}.jsonl").write_text("".join(json.dumps({**row, **extra}) + "\n" for row in rows))
+        data = load_dataset_splits(str(tmp_path / f"{task}.jsonl"), task=task, stage="sft")["train"]
+        given = [{**row, "image_codes": CODES if extra else []} for row in rows]
+        expected = [int(collator([row])["attention_mask"].sum()) for row in given]
+        report = report_on(data, task, processor, stage="sft")
+        assert [length + frame for length in report.lengths] == expected  # `prompt_room` leaves room for the frame
+        assert report.reasoning_lengths == [6, 0, 2]
+
+
+@pytest.mark.parametrize(("given", "kept"), [
+    (["short"] * 8, False), ([None] * 8, False), ([3, None] * 4, False), (list(range(8)), True),
+])  # fmt: skip
+def test_a_column_of_that_name_gives_the_lengths_only_if_it_can(janus_folder, tmp_path, given, kept):
+    rows = Dataset.from_list(mixed_rows(), features=FEATURES).add_column("length", given)
+    trainer = sft_trainer(janus_folder, tmp_path, rows, eval_dataset=rows)
+    expected = given if kept else trainer.data_collator.lengths(trainer.train_dataset)
+    assert list(trainer.train_dataset["length"]) == list(trainer.eval_dataset["length"]) == expected
+    assert trainer._get_train_sampler().lengths == expected and all(isinstance(length, int) for length in expected)
 
 
 def test_padding_is_below_a_tenth_on_mixed_rows(janus_folder, tmp_path):
@@ -112,3 +144,37 @@ def test_the_longest_reasoning_of_the_rows_bounds_that_of_the_samples(janus_fold
     settings = {"max_reasoning_length": 3, "eval_guidance_scale": 1.0}
     sft_trainer(janus_folder, tmp_path, dataset, eval_dataset=dataset, **settings).sample_rows(1)
     assert lengths == [(6, 5.0), (0, 5.0), (4, 1.0)]  # "plan " and <begin_of_image>
+
+
+def drawn_rows(lengths: list[int]) -> Dataset:
+    """Pictures behind plans of so many letters, with an answer before and after them."""
+    answer = {"prompt": "q", "reasoning": "a" * 90, "image_codes": []}
+    rows = [{"prompt": "q", "reasoning": "a" * length or None, "image_codes": CODES} for length in lengths]
+    return Dataset.from_list([answer, *rows, answer])
+
+
+def test_reasoning_lengths_are_those_before_pictures(processor):
+    found = reasoning_tokens(drawn_rows([*range(100), 100]), processor.tokenizer)
+    assert found == {"rows": 101, "min": 0, "mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100}
+    spaced = reasoning_tokens(drawn_rows([3, 9, 5, 9]), processor.tokenizer, rows=2)
+    assert spaced == pytest.approx({"rows": 2, "min": 3, "mean": 4.0, "p50": 4.0, "p90": 4.8, "p99": 4.98, "max": 5})
+    many = drawn_rows([1] * 2300 + [7])  # more than one batch of the tokenizer
+    assert reasoning_tokens(many, processor.tokenizer)["max"] == 7
+    assert reasoning_tokens(drawn_rows([]), processor.tokenizer) == {"rows": 0}
+    without = drawn_rows([4, 4]).remove_columns("reasoning")
+    assert reasoning_tokens(without, processor.tokenizer)["max"] == 0
+
+
+def test_a_checkpoint_knows_the_length_of_the_reasonings_it_was_taught(janus_folder, tmp_path):
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    for given, expected in ((None, 6), (4, 4)):
+        folder = tmp_path / str(given)
+        trainer = sft_trainer(janus_folder, folder, drawn_rows([2, 6, 3]), **settings, max_reasoning_length=given)
+        trainer.train()
+        trainer.save_model()
+        for saved in (folder, folder / "checkpoint-1"):
+            assert trained_length(str(saved), "t2i") == expected
+            wanted = {"rows": 3, "min": 2, "mean": 11 / 3, "p50": 3.0, "p90": 5.4, "p99": 5.94, "max": 6}
+            assert read_manifest(saved)["reasoning_tokens"] == pytest.approx(wanted)
+        trainer.create_model_card()
+        assert f"max_new_tokens={expected}," in (folder / "README.md").read_text()

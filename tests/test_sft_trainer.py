@@ -132,7 +132,7 @@ def test_blanked_rows_depend_on_seed_epoch_and_row_alone(model, processor):
     collator = JointCollator.of(model, processor, 0.3)
 
     def blanked(epoch: int, order: list[int]) -> list[int]:
-        collator.seed = (0, epoch)
+        collator.set_epoch(0, epoch)
         boi = model.special_ids.begin_of_image
         labels = collator([rows[i] for i in order])["labels"]
         return sorted(i for i, row in zip(order, labels, strict=True) if boi not in row)

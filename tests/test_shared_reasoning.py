@@ -5,7 +5,7 @@ import torch
 
 from janus_trl.configs import JanusGRPOConfig
 from janus_trl.sampling import SamplingSettings, rollout, row_seed
-from janus_trl.shared_reasoning import advantages_per_token
+from janus_trl.shared_reasoning import advantages_per_token, scored_rows
 from tests.grpo import prompts_dataset, steps
 from tests.rollouts import Calls, assert_replay_equals_rollout, codes_of, text_of
 
@@ -83,6 +83,22 @@ def test_advantages_by_hand():
     torch.testing.assert_close(advantages_per_token(advantages, IDS, V, 1), advantages.unsqueeze(1).expand(4, 6))
 
 
+def test_an_image_without_reward_is_left_out_of_the_mean_of_its_reasoning():
+    advantages = torch.tensor([0.8, 0.0, 0.0, 0.0])  # as TRL gives them: 0 where nothing was scored
+    text = [row[0].item() for row in advantages_per_token(advantages, IDS, V, 2, torch.tensor([True, False] * 2))]
+    assert text == pytest.approx([0.8, 0.8, 0.0, 0.0])
+    found = advantages_per_token(advantages, IDS, V, 2, torch.tensor([True, True, False, False]))
+    assert found[:, 0].tolist() == pytest.approx([0.4, 0.4, 0.0, 0.0])  # a reward that is that of the mean counts
+    assert found[:, 3].tolist() == pytest.approx([0.8, 0.0, 0.0, 0.0])  # codes
+
+
+def test_a_row_is_scored_if_any_reward_function_gave_it_one():
+    nan = float("nan")
+    rewards = torch.tensor([[1.0, nan], [nan, nan], [nan, 0.0], [nan, nan], [2.0, 3.0], [nan, 1.0]])
+    assert scored_rows(rewards, 0, 3).tolist() == [True, False, True]
+    assert scored_rows(rewards, 1, 3).tolist() == [False, True, True]
+
+
 def by_image(generated_images, **_):
     """Rewards that differ between the images of a reasoning."""
     return [(sum(image.tobytes()) % 97) / 97 for image in generated_images]
@@ -124,6 +140,41 @@ def test_training_gives_text_the_mean_advantage_of_its_images(trainer_of, option
         torch.testing.assert_close(advantages[is_code], of_image.expand(16), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(advantages[~is_code], of_text.expand((~is_code).sum()), atol=1e-4, rtol=1e-4)
     assert all(log["logps/drift_max"] < 1e-5 and log["grad_norm"] > 0 for log in steps(trainer))
+
+
+# Two groups of two reasonings with two images: of the first group only one image is scored, of the second one is not.
+MISSING = [0.9, None, None, None, None, 0.3, 0.1, 0.2]
+STD = torch.tensor([0.3, 0.1, 0.2]).std().item() + 1e-4
+
+
+@pytest.mark.parametrize(("options", "scale"), [
+    ({}, STD), ({"scale_rewards": "none", "beta": 0.1}, 1.0), ({"dynamic_sampling": True}, STD),
+])  # fmt: skip
+def test_rewards_that_are_missing_do_not_count_as_zero(trainer_of, options, scale):
+    calls, losses = [], []
+
+    def reward(completion_ids, **_):
+        calls.append(completion_ids)
+        return MISSING if len(calls) == 1 else MISSING[4:]  # a group without spread is sampled again
+
+    prompts = prompts_dataset(["q", "r", "s"])
+    trainer = trainer_of(reward, prompts, **SHARED, **options, temperature=3.0)
+    compute = trainer.compute_loss
+    trainer.compute_loss = lambda model, inputs, *a, **k: (losses.append(inputs), compute(model, inputs, *a, **k))[1]
+    trainer.train()
+    ids = [*calls[1], *calls[0][4:]] if "dynamic_sampling" in options else calls[0]
+    codes, texts = [0.0, 0.1 / scale, -0.1 / scale, 0.0], [0.1 / scale, 0.1 / scale, -0.05 / scale, -0.05 / scale]
+    first = (codes, texts) if "dynamic_sampling" in options else ([0.0] * 4, [0.0] * 4)
+    wanted = dict(zip(map(tuple, ids), zip(first[0] + codes, first[1] + texts, strict=True), strict=True))
+    assert len(wanted) == 8 and len(calls) == 1 + ("dynamic_sampling" in options)
+    for row, mask, advantages in zip(
+        losses[0]["completion_ids"], losses[0]["completion_mask"], losses[0]["advantages"], strict=True
+    ):
+        kept = mask.bool()
+        of_image, of_text = torch.tensor(wanted[tuple(row[kept].tolist())])
+        expected = torch.where(row >= trainer.model.vocab_size, of_image, of_text)
+        torch.testing.assert_close(advantages[kept], expected[kept], atol=1e-4, rtol=1e-4)
+    assert steps(trainer)[0]["grad_norm"] > 0
 
 
 def test_before_an_update_the_gradient_is_that_of_the_advantage_of_each_row(trainer_of, monkeypatch):

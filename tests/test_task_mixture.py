@@ -1,13 +1,16 @@
 """Both tasks in one run: whole batches of one task, shares, metrics and rewards by task."""
 
+import json
 from collections import Counter, defaultdict
 
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from PIL import Image
 
 from janus_trl.configs import JanusGRPOConfig
 from janus_trl.rewards.by_task import get_rewards_by_task
+from janus_trl.scripts import sft
 from janus_trl.task_mixture import TaskSampler, join_tasks, split_by_task
 from tests.grpo import PROMPTS, lora, pictures_dataset, prompts_dataset, steps, weights
 
@@ -289,3 +292,27 @@ def test_joined_rows_keep_their_columns_and_pictures():
     joined = join_tasks({"t2i": prompts_dataset(), "i2t": pictures_dataset()})
     assert joined["task"] == ["t2i"] * 4 + ["i2t"] * 4
     assert joined[0]["answer"] is None and joined[5]["images"][1].getpixel((0, 0)) == (10, 250, 10)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_supervised_rows_of_both_tasks_read_the_pictures_of_their_own_folder(tmp_path, janus_folder, more):
+    entries = []
+    for task, color, row in (
+        ("t2i", "red", {"prompt": "draw", "image": "p.png", "reasoning": "r"}),
+        ("i2t", "blue", {"prompt": "what", "images": ["p.png"], "completion": "blue"}),
+        ("t2i", "lime", {"prompt": "draw more", "image": "p.png", "reasoning": "r"}),
+    )[: 2 + more]:
+        folder = tmp_path / color
+        folder.mkdir()
+        Image.new("RGB", (16, 16), color).save(folder / "p.png")
+        (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        splits = {"train_split": "train", "test_split": "train"}
+        entries.append(json.dumps({"name": str(folder / "rows.jsonl"), "task": task, **splits}))
+    argv = ["--model_name_or_path", janus_folder, "--task", "both", "--output_dir", str(tmp_path / "out")]
+    run = sft.configure([*argv, "--report_to", "none", "--dataset_mixture", *entries])
+    for rows in (run.train, run.test):
+        pictures = {row["prompt"]: row["image"] or row["images"][0] for row in rows}
+        colors = {prompt: picture.getpixel((0, 0)) for prompt, picture in pictures.items()}
+        expected = {"draw": (255, 0, 0), "what": (0, 0, 255), "draw more": (0, 255, 0)}
+        assert colors == {prompt: expected[prompt] for prompt in list(expected)[: 2 + more]}
+        assert [row["images"] for row in rows if row["image"]] == [[]] * (1 + more)

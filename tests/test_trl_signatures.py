@@ -33,6 +33,8 @@ SIGNATURES = {
         "start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"
     ),
     "transformers.Trainer.get_eval_dataloader": "self eval_dataset",
+    "transformers.Trainer._get_eval_sampler": "self eval_dataset",
+    "transformers.Trainer._get_train_sampler": "self train_dataset",
     "transformers.Trainer._save": "self output_dir state_dict",
     "transformers.Trainer._save_checkpoint": "self model trial",
     "transformers.Trainer._save_optimizer_and_scheduler": "self output_dir",

@@ -109,10 +109,9 @@ def test_a_prompt_without_room_is_refused_with_its_row_and_never_cut(tmp_path, p
     long = len(encode_prompts(processor, ["x" * 80])["input_ids"][0])
     with pytest.raises(ValueError, match=f"2 of 4 checked.*row 1: its prompt has {long} tokens.*room for 60; row 3"):
         validated(dataset, "t2i", processor, room=60)
-    assert (
-        list(validated(dataset, "t2i", processor, room=long)[0]["prompt"][:2]) == ["x" * 5, "x" * 80] if False else True
-    )
-    assert report_on(dataset.select([0, 1, 2]), "t2i", processor, room=long).bad_rows == []  # it just fits
+    fitting = dataset.select([0, 1, 2])  # the second one just fits
+    assert list(validated(fitting, "t2i", processor, room=long)[0]["prompt"]) == ["x" * 5, "x" * 80, "x" * 5]
+    assert report_on(fitting, "t2i", processor, room=long).bad_rows == []
     kept, report = validated(dataset, "t2i", processor, room=60, bad_rows="skip")
     assert [len(prompt) for prompt in kept["prompt"]] == [5, 5]
     assert report.bad_rows == [1, 3]
@@ -129,7 +128,10 @@ def test_supervised_rows_count_reasoning_and_answer(tmp_path, processor):
     rows = [{"prompt": "q", "completion": "yes", "reasoning": "why so"}, {"prompt": "q", "completion": "no"}]
     write(tmp_path / "d.jsonl", rows)
     report = report_on(load(tmp_path / "d.jsonl", task="i2t", stage="sft"), "i2t", processor, stage="sft")
-    assert report.lengths[0] - report.lengths[1] == len("why so") + 1
+    assert report.lengths[0] - report.lengths[1] == len("why so yes") - len("no")
+    assert report.lines()[2] == "  of these reasoning: 0 to 6, mean 3.0" and report.reasoning_lengths == [6, 0]
+    without = report_on(load(tmp_path / "d.jsonl", task="i2t", stage="sft").select([1]), "i2t", processor, stage="sft")
+    assert not any("reasoning" in line for line in without.lines())
 
 
 def test_the_room_of_a_prompt_is_the_context_less_the_completion(janus_folder):

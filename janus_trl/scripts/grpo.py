@@ -11,7 +11,6 @@ from trl import ModelConfig
 from janus_trl.callbacks import CurveCallback, SampleGridCallback
 from janus_trl.config_checks import check_reward_options
 from janus_trl.configs import JanusGRPOConfig
-from janus_trl.data import load_training_dataset
 from janus_trl.data_report import first_prompt_lines, prompt_room, validated
 from janus_trl.grpo_trainer import JanusGRPOTrainer
 from janus_trl.loss_checks import check_entropy_targets
@@ -25,7 +24,7 @@ from janus_trl.rewards.by_task import get_rewards_by_task
 from janus_trl.rewards.calling import wrapped_reward
 from janus_trl.sampling_checks import TASKS
 from janus_trl.script_arguments import JanusScriptArguments, lora_config
-from janus_trl.scripts.run import check_start, ended_early, finish, keep_recipe, limit_rows, model_kwargs
+from janus_trl.scripts.run import check_start, ended_early, finish, keep_recipe, model_kwargs, training_splits
 
 MODULE = "janus_trl.scripts.grpo"
 
@@ -58,7 +57,7 @@ def configure(argv: list[str]) -> GRPORun:
     tasks = TASKS if args.task == "both" else (args.task,)
     train, test, report = {}, {}, []
     for task in tasks:
-        splits = limit_rows(load_training_dataset(script, task), script)
+        splits = training_splits(script, task)
         splits, lines = check_rows(splits, task, script, args, model)
         report += lines
         train[task] = splits["train"]

@@ -10,6 +10,7 @@ from typing import Any
 from trl import ModelConfig
 
 from janus_trl.checkpoints import find_resume_point
+from janus_trl.data import load_training_dataset
 from janus_trl.hub import check_write_access
 from janus_trl.recipe import config_apart, read_recipe
 from janus_trl.script_arguments import JanusScriptArguments
@@ -24,6 +25,20 @@ def limit_rows(splits: dict[str, Any], script: JanusScriptArguments) -> dict[str
         name: rows.select(range(min(limits[name], len(rows)))) if rows is not None and limits[name] else rows
         for name, rows in splits.items()
     }
+
+
+def training_splits(script: JanusScriptArguments, task: str, stage: str = "grpo") -> dict[str, Any]:
+    """The rows of a task to train on, and those held out, as many as the script's arguments allow.
+
+    Raises:
+        ValueError: there are none to train on, or what is wrong with them.
+    """
+    splits = limit_rows(load_training_dataset(script, task, stage), script)
+    if splits["train"] is None:
+        raise ValueError(
+            f"dataset_train_split is unset, so there are no rows of {task} to train on. Name a split, such as train."
+        )
+    return splits
 
 
 def model_kwargs(model: ModelConfig) -> dict[str, Any]:
@@ -129,6 +144,8 @@ def closing_line(evaluations: list[tuple[int, dict[int, float]]], folder: str) -
         return f"Done. Checkpoints, curve and samples are in {folder}."
     (first, before), (last, after) = evaluations[0], evaluations[-1]
     both = sorted(before.keys() & after.keys())
+    if not both:
+        return f"Done. No held-out row has a reward at both steps {first} and {last}. Output: {folder}"
     before, after = [before[row] for row in both], [after[row] for row in both]
     gains = [b - a for a, b in zip(before, after, strict=True)]
     gain = statistics.fmean(gains)

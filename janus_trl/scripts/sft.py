@@ -4,21 +4,21 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 from transformers import JanusConfig, JanusProcessor
 from trl import ModelConfig
 
 from janus_trl.callbacks import SampleGridCallback
 from janus_trl.config_checks import one_of
 from janus_trl.configs import JanusSFTConfig
-from janus_trl.data import load_training_dataset
 from janus_trl.data_report import first_prompt_lines, prompt_room, validated
 from janus_trl.prompts import bind_prompt_template
 from janus_trl.recipe import or_exit, parse_recipe, resolve_model
 from janus_trl.reporting import SampleSender
 from janus_trl.script_arguments import JanusScriptArguments, lora_config
-from janus_trl.scripts.run import check_start, ended_early, keep_recipe, limit_rows, model_kwargs, save_all
+from janus_trl.scripts.run import check_start, ended_early, keep_recipe, model_kwargs, save_all, training_splits
 from janus_trl.sft_trainer import JanusSFTTrainer
+from janus_trl.task_mixture import one_after_another
 
 MODULE = "janus_trl.scripts.sft"
 
@@ -53,15 +53,15 @@ def configure(argv: list[str]) -> SFTRun:
     lora_config(model)
     check_start(args, script)
     model.model_name_or_path = resolve_model(model.model_name_or_path, model.model_revision)
-    parts, report = {"train": [], "test": []}, []
+    parts, report = {"train": {}, "test": {}}, []
     for task in ("t2i", "i2t") if script.task == "both" else (script.task,):
-        splits = limit_rows(load_training_dataset(script, task, stage="sft"), script)
+        splits = training_splits(script, task, stage="sft")
         splits, lines = check_rows(splits, task, script, args, model)
         report += lines
         for name, rows in splits.items():
-            parts[name].append(rows)
-    tests = [rows for rows in parts["test"] if rows is not None]
-    return SFTRun(script, args, model, joined(parts["train"]), joined(tests) if tests else None, report)
+            if rows is not None:
+                parts[name][task] = rows
+    return SFTRun(script, args, model, joined(parts["train"]), joined(parts["test"]), report)
 
 
 def check_rows(splits: dict, task: str, script: SFTScriptArguments, args: JanusSFTConfig, model: ModelConfig):
@@ -83,9 +83,9 @@ def check_rows(splits: dict, task: str, script: SFTScriptArguments, args: JanusS
     return checked, lines
 
 
-def joined(parts: list[Dataset]) -> Dataset:
-    """The rows of all parts; concatenation alone would drop the transform that decodes pictures."""
-    return concatenate_datasets(parts).with_transform(parts[0].format["format_kwargs"]["transform"])
+def joined(parts: dict[str, Dataset]) -> Dataset | None:
+    """The rows of all tasks; None where there are none."""
+    return one_after_another(parts) if len(parts) > 1 else next(iter(parts.values()), None)
 
 
 def train(run: SFTRun, argv: list[str]) -> JanusSFTTrainer:
