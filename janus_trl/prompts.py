@@ -118,16 +118,22 @@ def _in_template(conversation: list[dict], template: str) -> list[dict]:
 
 
 def _conversation(prompt: str | list[dict], images: list[Image.Image]) -> list[dict]:
-    """A conversation whose contents are lists of typed parts, in which None-valued keys are dropped."""
+    """A conversation whose contents are lists of typed parts, in which None-valued keys are dropped.
+
+    Pictures that no part of a conversation holds stand before its first user text, as in TRL.
+    """
+    pictures = [{"type": "image", "image": image} for image in images]
     if isinstance(prompt, str):
-        parts = [{"type": "image", "image": image} for image in images]
-        return [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
+        return [{"role": "user", "content": [*pictures, {"type": "text", "text": prompt}]}]
     messages = []
     for message in prompt:
         parts = [
             {key: value for key, value in part.items() if value is not None} for part in _parts(message["content"])
         ]
         messages.append({"role": message["role"], "content": parts})
+    if pictures and not any(part["type"] == "image" for message in messages for part in message["content"]):
+        first = next((message for message in messages if message["role"] == "user"), messages[0])
+        first["content"] = [*pictures, *first["content"]]
     return messages
 
 

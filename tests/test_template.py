@@ -44,6 +44,20 @@ def test_pictures_stay_before_a_templated_question(processor, count):
     assert prompt_lengths(processor, ["what?"], [count]) == [plain.shape[1]]
 
 
+def test_pictures_beside_a_conversation_stand_before_its_first_user_text(processor):
+    picture = Image.new("RGB", (20, 10), "red")
+    conversation = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a cat"}]
+    conversation += [{"role": "user", "content": "sure?"}]
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in conversation]
+    parts[0]["content"].insert(0, {"type": "image", "image": picture})
+    written, beside = encode_prompts(processor, [parts]), encode_prompts(processor, [conversation], [[picture]])
+    assert torch.equal(written["input_ids"], beside["input_ids"])
+    assert torch.equal(written["pixel_values"], beside["pixel_values"])
+    assert prompt_lengths(processor, [conversation], [1]) == [written["input_ids"].shape[1]]
+    assert len(encode_prompts(processor, [parts], [[picture]])["pixel_values"]) == 1  # not twice
+
+
+
 def test_sft_rows_and_rollouts_have_the_same_prompt(model, processor):
     bind_prompt_template(processor, PLAN)
     result = rollout(model, processor, ["a cat"], SamplingSettings(), [1])
