@@ -2,9 +2,9 @@
 
 What makes it fast: keys without padding (a row's slot is its position, see `kernels`), q, k, v and gate, up as one
 matrix each, guidance before the affine layer of the image head, sampling on the device, and CUDA graphs that stay
-valid for the whole run because every buffer keeps its place. Without CUDA the same steps run uncaptured. The residual
-stream, the image head's hidden states and all logits are float32 whatever the dtype: it costs nothing, and less
-rounding is what guidance multiplies.
+valid for the whole run because every buffer keeps its place; steps of few rows run on `matrix_kernels`. Without CUDA
+the same steps run uncaptured. The residual stream, the image head's hidden states and all logits are float32 whatever
+the dtype: it costs nothing, and less rounding is what guidance multiplies (but see `ROUNDED_LAYERS`).
 """
 
 import time
