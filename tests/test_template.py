@@ -57,7 +57,6 @@ def test_pictures_beside_a_conversation_stand_before_its_first_user_text(process
     assert len(encode_prompts(processor, [parts], [[picture]])["pixel_values"]) == 1  # not twice
 
 
-
 def test_sft_rows_and_rollouts_have_the_same_prompt(model, processor):
     bind_prompt_template(processor, PLAN)
     result = rollout(model, processor, ["a cat"], SamplingSettings(), [1])
