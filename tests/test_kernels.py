@@ -1,6 +1,7 @@
-"""Kernels of the decode engine: Triton against PyTorch, on a GPU or in Triton's interpreter (TRITON_INTERPRET=1)."""
+"""Kernels of the decode engine: Triton against PyTorch, on a GPU or in Triton's interpreter.
 
-import os
+The suite is a CPU suite: set CUDA_VISIBLE_DEVICES=0 to run these on a GPU, or TRITON_INTERPRET=1.
+"""
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.nn import functional as F
 
 from janus_trl import kernels, matrix_kernels, sampling_kernels
 from janus_trl.matrix_kernels import Tiling, tiling
+from tests.test_engine import needs_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROCESSORS = 132  # of an H200
@@ -16,8 +18,7 @@ PROCESSORS = 132  # of an H200
 @pytest.fixture
 def with_triton(monkeypatch):
     """A switch between the two forms."""
-    if not (kernels.is_triton_available() and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"))):
-        pytest.skip("needs Triton and a GPU or its interpreter")
+    needs_triton()
 
     def switch(on: bool) -> None:
         for module in (kernels, sampling_kernels):
