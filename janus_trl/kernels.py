@@ -284,7 +284,7 @@ def decode_attention(
         qkv, cos, sin, keys, values, lengths, prefix_rows, prefix_lengths, out,
         keys.stride(0), keys.stride(1), width**-0.5 * LOG2_E,
         HEADS=heads, KV_HEADS=kv_heads, D=width, BLOCK=KEYS_PER_TILE, STAGES=STAGES, LINE=min(LINE, width),
-        num_warps=WARPS,
+        num_warps=WARPS, enable_fp_fusion=False,  # a fused product and sum of the rotation would be rounded once
         **launch_options(),
     )  # fmt: skip
     return out
