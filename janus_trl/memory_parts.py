@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import JanusConfig
+from transformers.modeling_utils import set_zero3_state
 
 from .modeling import VOCABULARY_CHUNK, JanusForInterleavedGeneration
 from .script_arguments import PROJECTIONS
@@ -43,7 +44,7 @@ class Parameters:
 
 def count_parameters(config: JanusConfig, task: str, text: bool, lora_rank: int = 0, lora_targets=()) -> Parameters:
     """Count what `task` trains; `text` says whether text is sampled, `lora_rank` 0 means full fine-tuning."""
-    with torch.device("meta"):
+    with torch.device("meta"), set_zero3_state():  # in a ZeRO-3 run transformers would shard the parts of the model
         model = JanusForInterleavedGeneration(config)
     freeze_for_task(model, task, text=text)
     lm, head = model.model.language_model, model.model.generation_head
