@@ -127,23 +127,25 @@ class Bench:
         return seconds
 
     def text_stage(self) -> None:
-        """Reasoning before an image, from the call of `rollout` to the end of the text, prefill included."""
+        """Reasoning before an image: the sampling of the text, and all from the call of `rollout` to the end of it."""
         length, config = self.args.text, self.model.generation_config
         eos, config.eos_token_id = config.eos_token_id, [self.model.vocab_size - 1]  # hardly ever sampled
         engine = TextOnly(self.model.lm_head.weight.dtype, use_cuda_graphs=self.cuda)
 
-        def seconds() -> float:
+        def seconds() -> tuple[float, float]:
             start = time.perf_counter()
             self.ours(engine, max_text_length=length)
-            return engine.text_ended - start
+            return engine.text_ended - engine.text_started, engine.text_ended - start
 
         seconds()
-        taken = statistics.median(seconds() for _ in range(self.args.repeats))
+        runs = [seconds() for _ in range(self.args.repeats)]
+        text, whole = (statistics.median(times) for times in zip(*runs, strict=True))
         config.eos_token_id = eos
         roofline = self.text_roofline(length)
         line = {"what": "engine text", "size": self.args.size, "batch": len(self.prompts), "text": length}
-        line |= {"seconds": round(taken, 3), "roofline_s": round(roofline, 3)}
-        line["ratio_to_roofline"] = round(taken / roofline, 3)
+        line |= {"seconds": round(text, 4), "roofline_s": round(roofline, 4)}
+        line["ratio_to_roofline"] = round(text / roofline, 3)
+        line |= {"with_prefill_s": round(whole, 4), "ratio_with_prefill": round(whole / roofline, 3)}
         line["sampled"] = round(engine.state.counts.float().mean().item(), 1)
         print(json.dumps(line), flush=True)
         engine.release()
@@ -186,14 +188,13 @@ class Bench:
 
 
 class TextOnly(DecodeEngine):
-    """Notes when the text has ended, and samples no codes."""
+    """Notes when the text begins and ends, and samples no codes."""
 
     def text(self, *args, **kwargs):
         """As in `DecodeEngine`."""
+        self.text_started = moment()
         counts = super().text(*args, **kwargs)
-        if counts.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.text_ended = time.perf_counter()
+        self.text_ended = moment()
         return counts
 
     def image(self, *args, **kwargs) -> None:
@@ -202,14 +203,16 @@ class TextOnly(DecodeEngine):
 
 def timed(run: Callable) -> float:
     """Wall seconds of `run`, the device's work included."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = moment()
     run()
-    if cuda:
+    return moment() - start
+
+
+def moment() -> float:
+    """The time when the device has done all that it was asked for."""
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return time.perf_counter()
 
 
 def copy_bandwidth(device: str) -> float:

@@ -25,6 +25,7 @@ class Phases(PhaseMemory, TrainerCallback):
         super().__init__(trainer.accelerator.device)
         self.seconds: dict[str, list[float]] = defaultdict(list)  # per step
         self.peaks: dict[str, float] = defaultdict(float)
+        self.held: list[float] = []  # GiB after each step
         self.reserved = 0.0
         trainer._memory, self.mark = self, None
 
@@ -50,6 +51,8 @@ class Phases(PhaseMemory, TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.end("update", defaultdict(list))
+        if self.device.type == "cuda":
+            self.held.append(torch.cuda.memory_allocated(self.device) / GIB)
 
     def table(self) -> dict[str, float]:
         """Mean seconds of each phase without the first step."""
@@ -81,6 +84,7 @@ def result(args: argparse.Namespace, trainer: JanusGRPOTrainer, clock: Phases) -
     if trainer.accelerator.device.type == "cuda":
         line["peak_gib"] = {name: round(value, 2) for name, value in peaks.items()}
         line |= {"highest_gib": round(over_ranks(trainer, highest), 2), "reserved_gib": round(reserved, 2)}
+        line["held_gib"] = [round(value, 3) for value in clock.held]  # after each step: does it grow?
         line["gpu_used_gib"] = round(gpu_used(trainer.accelerator.device), 2)
     line["planned_gib"] = planned(args, trainer)
     if args.one_image:

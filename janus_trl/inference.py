@@ -11,7 +11,8 @@ from transformers import JanusProcessor
 
 from .adapter_files import adapter_base, adapter_folder, is_adapter, model_file
 from .checkpoints import MANIFEST, read_manifest
-from .engine import DecodeEngine, supports
+from .engine import DecodeEngine
+from .engine_buffers import supports
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
 from .picture_decoder import PictureDecoder
 from .prompts import bind_prompt_template

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from transformers import JanusConfig
 
 from . import memory_parts as parts
-from .engine import PREFILL_TOKENS, SLOT_MULTIPLE
+from .engine_buffers import SLOT_MULTIPLE
+from .engine_prefill import PREFILL_TOKENS
 from .memory_setup import GIB, Machine, Run
 from .rollout_memory import cache_bytes
 

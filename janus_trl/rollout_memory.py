@@ -5,7 +5,7 @@ import gc
 import torch
 from transformers import JanusConfig
 
-from .engine import SLOT_MULTIPLE
+from .engine_buffers import SLOT_MULTIPLE
 from .rollouts import SamplingSettings
 
 # Share of the free memory that may be planned with: the rest goes to fragments and to the matrix libraries.

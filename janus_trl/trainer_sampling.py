@@ -8,7 +8,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 from trl.models.utils import unwrap_model_for_generation
 
-from .engine import DecodeEngine, supports
+from .engine import DecodeEngine
+from .engine_buffers import supports
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 
 logger = logging.get_logger(__name__)

@@ -1,17 +1,15 @@
-"""The decode engine, uncaptured on CPU: the same rows as the plain path. Kernels: Triton against PyTorch on a GPU."""
-
-import os
+"""The decode engine, uncaptured on CPU: the same rows as the plain path."""
 
 import pytest
 import torch
 from PIL import Image
 
-from janus_trl import engine as engine_module
-from janus_trl import kernels, sampling_kernels
-from janus_trl.engine import SLOT_MULTIPLE, DecodeEngine, supports
+from janus_trl.engine import DecodeEngine
+from janus_trl.engine_buffers import SLOT_MULTIPLE, supports
 from janus_trl.modeling import JanusForInterleavedGeneration
 from janus_trl.prompts import different_prompts
 from janus_trl.sampling import SamplingSettings, rollout, row_seed, score_rollout
+from tests.triton_switch import needs_triton, use_triton
 
 PROMPTS = ["a", "a", "a red cat sits on a mat and more", "xyz" * 20, "a"]
 PICTURES = [[Image.new("RGB", (20, 10), "red")]] * 2 + [[], [Image.new("RGB", (20, 10), "blue")] * 2, []]
@@ -41,13 +39,6 @@ def both(model, processor, engine, settings, images=None, prompts=PROMPTS):
     return plain, rollout(model, processor, prompts, settings, seeds, images=images, engine=engine)
 
 
-def needs_triton(on_cpu: bool = False) -> None:
-    """`on_cpu`: in its interpreter. On a GPU with CUDA_VISIBLE_DEVICES=0, since conftest hides it."""
-    interpreted = bool(os.environ.get("TRITON_INTERPRET"))
-    if not (kernels.is_triton_available() and (interpreted or not on_cpu and torch.cuda.is_available())):
-        pytest.skip("needs TRITON_INTERPRET=1" if on_cpu else "needs CUDA_VISIBLE_DEVICES=0 or TRITON_INTERPRET=1")
-
-
 def same(plain, ours) -> None:
     assert ours.completion_ids == plain.completion_ids
     assert (ours.prompt_ids, ours.env_mask) == (plain.prompt_ids, plain.env_mask)
@@ -75,9 +66,7 @@ def test_images_of_one_reasoning_are_those_of_the_plain_path(
 ):
     if with_triton:  # rows of a group read their prompt at one place
         needs_triton(on_cpu=True)
-        monkeypatch.setattr(kernels, "uses_triton", lambda tensor: True)
-        monkeypatch.setattr(engine_module, "uses_triton", lambda tensor: True)
-        monkeypatch.setattr(sampling_kernels, "uses_triton", lambda tensor: True)
+        use_triton(monkeypatch, True)
     prompts = ["a"] * 4 + ["a red cat sits on a mat and more"] * 2 + ["a"] * 2
     settings = SamplingSettings("t2i", 12, guidance, images_per_reasoning=2, batch_size=batch_size)
     seeds = [row_seed(0, "engine", i) for i in range(8)]

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from janus_trl import engine as engine_module
 from janus_trl import kernels
+from janus_trl.attention_kernels import decode_attention
 from janus_trl.engine import DecodeEngine
 from janus_trl.modeling import JanusForInterleavedGeneration
-from tests.test_engine import needs_triton
+from tests.triton_switch import needs_triton, use_triton
 
 ROWS, LENGTH, WIDTH = 3, 41, 64
 
@@ -51,7 +51,7 @@ def test_keys_of_the_first_layers_are_those_of_transformers(half_model, monkeypa
         return [(ours == theirs).float().mean().item() for ours, theirs in zip(keys, expected, strict=True)]
 
     assert min(equal()) > 0.99
-    monkeypatch.setattr(engine_module, "ROUNDED_LAYERS", 0)
+    monkeypatch.setattr(DecodeEngine, "rounded_layers", 0)
     first, second = equal()
     assert first > 0.99 and second < 0.95
 
@@ -68,10 +68,10 @@ def test_kernels_of_norm_and_rotation_round_as_the_formulas_in_pytorch(rounds, m
     lengths, zeros = torch.arange(ROWS, device=device), torch.zeros(ROWS, dtype=torch.int64, device=device)
     found = []
     for uses in (True, False):
-        monkeypatch.setattr(kernels, "uses_triton", lambda tensor, uses=uses: uses)
+        use_triton(monkeypatch, uses)
         stream, keys = residual.clone(), torch.zeros(ROWS, 1, 8, WIDTH, dtype=torch.float16, device=device)
         out = kernels.add_rms_norm(stream, delta.half(), weight, 1e-6, rounds)
-        kernels.decode_attention(
+        decode_attention(
             qkv, angles.cos(), angles.sin(), keys, keys.clone(), lengths, torch.arange(ROWS, device=device), zeros, 1
         )
         found.append((stream, keys, out))
@@ -97,7 +97,7 @@ def tiled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descendin
 def test_attention_kernel_rounds_as_the_attention_of_the_replay(length, monkeypatch):
     """On a GPU, or in Triton's interpreter (TRITON_INTERPRET=1), which has no products in bfloat16."""
     needs_triton()
-    monkeypatch.setattr(kernels, "uses_triton", lambda tensor: True)
+    use_triton(monkeypatch, True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(length)
     heads, width, slots = 16, 64, 384
@@ -106,7 +106,7 @@ def test_attention_kernel_rounds_as_the_attention_of_the_replay(length, monkeypa
     q, k_new, v_new = qkv.view(3, heads, width)
     cos, sin = torch.ones(slots, width, device=device), torch.zeros(slots, width, device=device)
     place = torch.tensor([length], device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    out = kernels.decode_attention(qkv, cos, sin, keys, values, *place, place[1], heads).view(heads, width).cpu()
+    out = decode_attention(qkv, cos, sin, keys, values, *place, place[1], heads).view(heads, width).cpu()
     assert torch.equal(keys[0, :, length], k_new) and torch.equal(values[0, :, length], v_new)
     used = keys[0, :, : length + 1].cpu(), values[0, :, : length + 1].cpu()
     rows = list(zip(q.cpu(), *used, strict=True))
@@ -127,5 +127,5 @@ def test_attention_kernel_is_nearly_bit_equal_to_that_of_the_replay_on_a_gpu():
     qkv = torch.cat([q[:, :, -1], k[:, :, -1], v[:, :, -1]], 1).flatten(1)
     cos, sin = torch.ones(length + 1, width, device="cuda"), torch.zeros(length + 1, width, device="cuda")
     zeros = torch.zeros(2, dtype=torch.int64, device="cuda")
-    out = kernels.decode_attention(qkv, cos, sin, keys, values, zeros + length, zeros, zeros, heads)
+    out = decode_attention(qkv, cos, sin, keys, values, zeros + length, zeros, zeros, heads)
     assert (out.view(2, heads, width) == expected).float().mean() > 0.99

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from janus_trl import kernels, matrix_kernels, sampling_kernels
+from janus_trl import attention_kernels, kernels, matrix_kernels, sampling_kernels
 from janus_trl.matrix_kernels import Tiling, tiling
-from tests.test_engine import needs_triton
+from tests.triton_switch import needs_triton, use_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROCESSORS = 132  # of an H200
@@ -20,11 +20,7 @@ def with_triton(monkeypatch):
     """A switch between the two forms."""
     needs_triton()
 
-    def switch(on: bool) -> None:
-        for module in (kernels, sampling_kernels):
-            monkeypatch.setattr(module, "uses_triton", lambda tensor: on)
-
-    return switch
+    return lambda on: use_triton(monkeypatch, on)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -161,5 +157,41 @@ def test_rotation_rounds_where_transformers_rounds():
     q = randn(1, 3, 6, 32, seed=1).bfloat16()
     cos, sin = angles.cos(), angles.sin()
     expected, _ = apply_rotary_pos_emb(q, q, cos.bfloat16(), sin.bfloat16())
-    assert torch.equal(kernels.rotate(q, cos, sin), expected)
+    assert torch.equal(attention_kernels.rotate(q, cos, sin), expected)
     assert not torch.equal((q.float() * cos + torch.cat([-q[..., 16:], q[..., :16]], -1) * sin).bfloat16(), expected)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (20, 20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_prefill_puts_rotated_keys_and_values_into_the_rows_of_their_prompts(heads, kv_heads, dtype, with_triton):
+    prompts, length, width, slots, rows = 2, 5, 16, 8, 4
+    qkv = randn(prompts, length, heads + 2 * kv_heads, width).to(dtype)
+    angles = randn(slots, width // 2, seed=1).repeat(1, 2)
+    owners, found = torch.tensor([1, 3], device=DEVICE), []
+    for on in (True, False):
+        with_triton(on)
+        keys, values = (torch.full((rows, kv_heads, slots, width), 7.0, dtype=dtype, device=DEVICE) for _ in range(2))
+        parts = attention_kernels.fill_cache(qkv, angles.cos(), angles.sin(), keys, values, owners)
+        found.append((*parts, keys, values))
+    (q, k, v, keys, values), expected = found
+    for ours, plain in zip(found[0], expected, strict=True):
+        assert torch.equal(ours, plain) if dtype == torch.float16 else torch.allclose(ours, plain, atol=1e-6)
+    assert q.shape == (prompts, heads, length, width) and k.shape == v.shape == (prompts, kv_heads, length, width)
+    assert torch.equal(keys[owners, :, :length], k) and torch.equal(values[owners, :, :length], v)
+    assert torch.equal(v, qkv[:, :, -kv_heads:].transpose(1, 2))
+    for cache in (keys, values):
+        assert (cache[[0, 2]] == 7).all() and (cache[:, :, length:] == 7).all()
+
+
+@pytest.mark.parametrize("tile", [attention_kernels.REPLAY_TILE, attention_kernels.FAST_TILE])
+def test_attention_gives_what_pytorch_gives_whatever_the_tile(tile, with_triton):
+    rows, heads, kv_heads, slots, width = 5, 4, 2, 256, 16
+    lengths = torch.tensor([0, 1, 64, 128, 200], device=DEVICE)
+    qkv, angles = randn(rows, (heads + 2 * kv_heads) * width), randn(slots, width // 2, seed=1).repeat(1, 2)
+    own, none, found = torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE), []
+    for on in (True, False):
+        with_triton(on)
+        keys, values = randn(rows, kv_heads, slots, width, seed=2), randn(rows, kv_heads, slots, width, seed=3)
+        where = keys, values, lengths, own, none
+        found.append(attention_kernels.decode_attention(qkv, angles.cos(), angles.sin(), *where, heads, tile))
+    assert (found[0] - found[1]).abs().max() < 5e-5
