@@ -17,13 +17,21 @@ if is_triton_available():
     from .kernels import begin, prefetch
 
     @triton.jit
-    def _rotate(pointers, partners, cos, sin, first_half, inside):
+    def _product(x, y, COMPILED: tl.constexpr):
+        """A product that is rounded by itself: compilers would make one operation of it, its rounding and a sum."""
+        if COMPILED:
+            return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, True, 1)
+        return x * y
+
+    @triton.jit
+    def _rotate(pointers, partners, cos, sin, first_half, inside, COMPILED: tl.constexpr):
         """Rotary position embedding in the half-split form of Llama, rounded where transformers rounds."""
         x = tl.load(pointers, mask=inside, other=0.0)
         partner = tl.load(partners, mask=inside, other=0.0)
         partner = tl.where(first_half, -partner, partner).to(tl.float32)
         cos, sin = cos.to(x.dtype).to(tl.float32), sin.to(x.dtype).to(tl.float32)
-        own, other = (x.to(tl.float32) * cos).to(x.dtype), (partner * sin).to(x.dtype)
+        own = _product(x.to(tl.float32), cos, COMPILED).to(x.dtype)
+        other = _product(partner, sin, COMPILED).to(x.dtype)
         return (own.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
 
     @triton.jit
@@ -31,7 +39,7 @@ if is_triton_available():
         qkv_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, lengths_ptr, prefix_rows_ptr, prefix_lengths_ptr, out_ptr,
         row_stride, head_stride, scale,
         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-        LINE: tl.constexpr, PDL: tl.constexpr,
+        LINE: tl.constexpr, PDL: tl.constexpr, COMPILED: tl.constexpr,
     ):  # fmt: skip
         """One row and one key head: its query heads fill the 16 rows that the matrix units want."""
         row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -53,9 +61,9 @@ if is_triton_available():
         qkv = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D
         of_group = head[:, None] < group
         q_ptr = qkv + (kv_head * group + head[:, None]) * D
-        q = _rotate(q_ptr + d[None, :], q_ptr + partner[None, :], cos[None, :], sin[None, :], first_half[None, :], of_group)  # fmt: skip  # noqa: E501
+        q = _rotate(q_ptr + d[None, :], q_ptr + partner[None, :], cos[None, :], sin[None, :], first_half[None, :], of_group, COMPILED)  # fmt: skip  # noqa: E501
         k_ptr = qkv + (HEADS + kv_head) * D
-        k_new = _rotate(k_ptr + d, k_ptr + partner, cos, sin, first_half, d < D)
+        k_new = _rotate(k_ptr + d, k_ptr + partner, cos, sin, first_half, d < D, COMPILED)
         v_new = tl.load(qkv + (HEADS + KV_HEADS + kv_head) * D + d)
         keys = keys_ptr + kv_head * head_stride
         values = values_ptr + kv_head * head_stride
@@ -97,7 +105,7 @@ if is_triton_available():
     @triton.jit
     def _fill_cache_kernel(
         qkv_ptr, cos_ptr, sin_ptr, cache_rows_ptr, rotated_ptr, keys_ptr, values_ptr, length, row_stride, head_stride,
-        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
     ):  # fmt: skip
         """One token and a block of its heads."""
         token = tl.program_id(0).to(tl.int64)
@@ -108,7 +116,7 @@ if is_triton_available():
         sin = tl.load(sin_ptr + position * D + d)
         x_ptr = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head[:, None]) * D
         inside = head[:, None] < HEADS + KV_HEADS
-        rotated = _rotate(x_ptr + d[None, :], x_ptr + partner[None, :], cos[None, :], sin[None, :], first_half[None, :], inside)  # fmt: skip  # noqa: E501
+        rotated = _rotate(x_ptr + d[None, :], x_ptr + partner[None, :], cos[None, :], sin[None, :], first_half[None, :], inside, COMPILED)  # fmt: skip  # noqa: E501
         tl.store(rotated_ptr + (token * (HEADS + KV_HEADS) + head[:, None]) * D + d[None, :], rotated, mask=inside)
         is_key = inside & (head[:, None] >= HEADS)
         slot = row * row_stride + (head[:, None] - HEADS) * head_stride + position * D + d[None, :]
@@ -122,8 +130,6 @@ STAGES, WARPS = 2, 4
 # Keys in a tile. As many as the replay's attention takes make the rounding equal (see the kernel); fewer are faster,
 # by 7 % of a step where 32 rows of a 1B model hold 100 keys each.
 REPLAY_TILE, FAST_TILE = 128, 64
-# A kernel rounds twice where transformers does: a fused product and sum would round once.
-EXACT = {"enable_fp_fusion": False}
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -179,7 +185,7 @@ def decode_attention(
         qkv, cos, sin, keys, values, lengths, prefix_rows, prefix_lengths, out,
         keys.stride(0), keys.stride(1), width**-0.5 * LOG2_E,
         HEADS=heads, KV_HEADS=kv_heads, D=width, BLOCK=tile, STAGES=STAGES, LINE=min(LINE, width),
-        num_warps=WARPS, **EXACT, **launch_options(),
+        COMPILED=qkv.is_cuda, num_warps=WARPS, **launch_options(),
     )  # fmt: skip
     return out
 
@@ -212,7 +218,7 @@ def fill_cache(
         rotated, block = qkv.new_empty(batch, length, heads + kv_heads, width), 16
         _fill_cache_kernel[(batch * length, triton.cdiv(heads + kv_heads, block))](
             qkv, cos, sin, rows, rotated, keys, values, length, keys.stride(0), keys.stride(1),
-            HEADS=heads, KV_HEADS=kv_heads, D=width, BLOCK=block, num_warps=4, **EXACT,
+            HEADS=heads, KV_HEADS=kv_heads, D=width, BLOCK=block, COMPILED=qkv.is_cuda, num_warps=4,
         )  # fmt: skip
     else:
         table = cos[:length].unsqueeze(1), sin[:length].unsqueeze(1)  # [P, 1, D]

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from .attention_kernels import FAST_TILE, REPLAY_TILE, decode_attention
 from .engine_prefill import Prefill
-from .kernels import add_rms_norm, can_start_early, early_starts, wide_linear
+from .kernels import add_rms_norm, can_start_early, early_starts, embed, wide_linear
 from .matrix_kernels import MOST_ROWS, gated_linear, linear, partial_linear
 from .modeling import guide
 from .sampling_kernels import advance_text, sample_step
@@ -44,12 +44,22 @@ class DecodeEngine(Prefill):
 
     # One step --------------------------------------------------------------------------------------------------------
 
-    def _layers(self, x: torch.Tensor, rows: int, tile: int = REPLAY_TILE) -> torch.Tensor:
-        """Run one token of `rows` rows, `[R, H]` -> last hidden states `[R, H]`; keys go to slot `lengths`."""
+    def _layers(self, residual: torch.Tensor, rows: int, tile: int = REPLAY_TILE, out=None) -> torch.Tensor:
+        """Run one token of `rows` rows, whose keys go to slot `lengths`.
+
+        Args:
+            residual: the token's embedding, `[R, H]`, float32; overwritten.
+            rows: R.
+            tile: see `decode_attention`.
+            out: `[R, H]`, to be written and returned.
+
+        Returns:
+            Last hidden states, `[R, H]`.
+        """
         w, eps, state = self.weights, self.config.rms_norm_eps, self.state
         where = state.lengths[:rows], state.prefix_rows[:rows], state.prefix_lengths[:rows]
         how = self.config.num_attention_heads, tile
-        residual, delta = x.to(torch.float32, copy=True), None
+        delta = None
         for i in range(self.config.num_hidden_layers):
             hidden = add_rms_norm(residual, delta, w[f"{i}.norm1"], eps, i < self.rounded_layers)
             keys, values = self.keys[i, :rows], self.values[i, :rows]
@@ -58,21 +68,20 @@ class DecodeEngine(Prefill):
             delta = partial_linear(mixed, w[f"{i}.o"])
             hidden = add_rms_norm(residual, delta, w[f"{i}.norm2"], eps, i < self.rounded_layers)
             delta = partial_linear(gated_linear(hidden, w[f"{i}.gate_up"]), w[f"{i}.down"])
-        return add_rms_norm(residual, delta, w["norm"], eps)
+        return add_rms_norm(residual, delta, w["norm"], eps, out=out)
 
     def _text_step(self, rows: int, greedy: bool, temperature: float) -> None:
         s, w, record = self.state, self.weights, (self.state.ids[:rows], self.state.logps[:rows])
         logits = wide_linear(s.hidden[:rows], w["lm_head"])
         ids, logps = sample_step(logits, self.text_bias, s.uniforms[:rows], s.step, temperature, greedy)
         alive, counts = s.alive[:rows], s.counts[:rows]
-        fed = advance_text(ids, logps, s.step, alive, counts, record, self.eos, self.opener, self.pad)
-        s.step += 1
-        s.hidden[:rows] = self._layers(F.embedding(ids, w["embed"]), rows, FAST_TILE)
+        fed = advance_text(ids, logps, s.step, alive, counts, s.going, record, self.eos, self.opener, self.pad)
+        self._layers(embed(ids, w["embed"]), rows, FAST_TILE, out=s.hidden[:rows])
         s.lengths[:rows] += fed  # a row that is not fed wrote into a slot that its next token takes
 
     def _image_step(self, rows: int, guidance: float, conditional: bool, greedy: bool, temperature: float) -> None:
         s, w, streams = self.state, self.weights, 2 if guidance != 1.0 else 1
-        last = self._layers(s.x[: rows * streams], rows * streams)
+        last = self._layers(s.x[: rows * streams].to(torch.float32, copy=True), rows * streams)
         s.lengths[: rows * streams] += 1
         hidden = self.activation(wide_linear(last, w["proj_out"]) + w["proj_out.bias"])  # float32
         own, mixed = hidden[:rows], hidden
@@ -150,6 +159,7 @@ class DecodeEngine(Prefill):
         s.lengths[:count] = lengths[rows]
         s.alive.zero_()
         s.alive[:count] = True
+        s.going.fill_(True)
         s.counts.zero_()
         s.step.zero_()
 
@@ -172,11 +182,11 @@ class DecodeEngine(Prefill):
 
     def _goes_on(self) -> Callable[[], bool]:
         """Whether a row goes on: asked now, answered when the device gets there."""
-        some = self.state.alive.any()
-        if not some.is_cuda:
-            return some.item
+        going = self.state.going
+        if not going.is_cuda:
+            return going.item
         answer, asked = torch.empty(1, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
-        answer.copy_(some, non_blocking=True)
+        answer.copy_(going, non_blocking=True)
         asked.record()
 
         def read() -> bool:

@@ -31,6 +31,7 @@ class EngineState:
     prefix_rows: torch.Tensor  # the first keys of a row stand in this row, [R]
     prefix_lengths: torch.Tensor  # so many of them, [R]
     alive: torch.Tensor  # text: rows that go on, [B]
+    going: torch.Tensor  # text: whether any row goes on, [1]
     counts: torch.Tensor  # text: sampled ids, [B]
     step: torch.Tensor  # column of the uniforms, []
     uniforms: torch.Tensor  # [B, text steps + codes]
@@ -97,6 +98,7 @@ class EngineBuffers:
             prefix_rows=buffer(rows * streams, dtype=torch.int64),
             prefix_lengths=buffer(rows * streams, dtype=torch.int64),
             alive=buffer(rows, dtype=torch.bool),
+            going=buffer(1, dtype=torch.bool),
             counts=buffer(rows, dtype=torch.int64),
             step=buffer(dtype=torch.int64),
             uniforms=buffer(rows, steps, dtype=torch.float32),

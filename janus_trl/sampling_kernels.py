@@ -76,7 +76,7 @@ if is_triton_available():
 
     @triton.jit
     def _advance_kernel(
-        ids_ptr, logps_ptr, step_ptr, steps, alive_ptr, counts_ptr, fed_ptr, all_ids_ptr, all_logps_ptr,
+        ids_ptr, logps_ptr, step_ptr, steps, alive_ptr, counts_ptr, going_ptr, fed_ptr, all_ids_ptr, all_logps_ptr,
         eos_ptr, eos_count, opener, pad, rows, BLOCK: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         begin(PDL)
@@ -85,7 +85,8 @@ if is_triton_available():
         chosen = tl.load(ids_ptr + row, mask=inside, other=0)
         logp = tl.load(logps_ptr + row, mask=inside, other=0.0)
         alive = tl.load(alive_ptr + row, mask=inside, other=0) != 0
-        column = row.to(tl.int64) * steps + tl.load(step_ptr)
+        step = tl.load(step_ptr)
+        column = row.to(tl.int64) * steps + step
         tl.store(all_ids_ptr + column, tl.where(alive, chosen, pad), mask=inside)
         tl.store(all_logps_ptr + column, tl.where(alive, logp, 0.0), mask=inside)
         counts = tl.load(counts_ptr + row, mask=inside, other=0)
@@ -97,8 +98,12 @@ if is_triton_available():
             fed = alive & (chosen != opener)
         else:
             fed = alive & (ends == 0)
+        alive = fed & (ends == 0)
         tl.store(fed_ptr + row, fed.to(tl.int8), mask=inside)
-        tl.store(alive_ptr + row, (fed & (ends == 0)).to(tl.int8), mask=inside)
+        tl.store(alive_ptr + row, alive.to(tl.int8), mask=inside)
+        tl.store(going_ptr, tl.max(alive.to(tl.int32), axis=0).to(tl.int8))
+        tl.debug_barrier()  # every warp has read the step
+        tl.store(step_ptr, step + 1)
 
 
 LOGITS_PER_BLOCK = 2048
@@ -157,6 +162,7 @@ def advance_text(
     step: torch.Tensor,
     alive: torch.Tensor,
     counts: torch.Tensor,
+    going: torch.Tensor,
     record: tuple[torch.Tensor, torch.Tensor],
     eos: torch.LongTensor,
     opener: int | None,
@@ -166,9 +172,10 @@ def advance_text(
 
     Args:
         ids, logps: what was sampled, `[R]`; of rows that ended before, `pad` and 0 are noted.
-        step: the column to write, a tensor of one int64.
+        step: the column to write, a tensor of one int64; afterwards the next one.
         alive: rows that go on, `[R]`, bool.
         counts: ids of each row, `[R]`.
+        going: whether any row goes on, a tensor of one bool.
         record: ids and log-probs `[R, steps]`.
         eos: ids that end a row, `[E]`.
         opener: `<begin_of_image>` where a text may open an image, else None. It ends the row and is not fed, because
@@ -181,7 +188,8 @@ def advance_text(
     if uses_triton(ids):
         fed, rows = torch.empty_like(alive), len(ids)
         _advance_kernel[(1,)](
-            ids, logps, step, record[0].shape[1], alive.view(torch.int8), counts, fed.view(torch.int8), *record,
+            ids, logps, step, record[0].shape[1], alive.view(torch.int8), counts, going.view(torch.int8),
+            fed.view(torch.int8), *record,
             eos, len(eos), -1 if opener is None else opener, pad, rows,
             BLOCK=triton.next_power_of_2(rows), num_warps=4, **launch_options(),
         )  # fmt: skip
@@ -192,6 +200,8 @@ def advance_text(
     ends = (ids.unsqueeze(1) == eos).any(1)
     fed = alive & ~(ids == opener if opener is not None else ends)
     alive.copy_(fed & ~ends)
+    going.copy_(alive.any())
+    step += 1
     return fed
 
 

@@ -35,7 +35,7 @@ def keys_of_engine(model, embeds: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         engine.prefill(embeds[:, :-1], torch.full((rows,), length), torch.arange(rows), first=0)
         engine.state.lengths[:rows] = length
-        engine._layers(embeds[:, -1], rows)
+        engine._layers(embeds[:, -1].float(), rows)
     return engine.keys[:, :, :, : length + 1]
 
 

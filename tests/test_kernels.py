@@ -63,12 +63,15 @@ def test_a_text_step_notes_ids_and_ends_rows(opener, fed, alive, on, with_triton
     counts = torch.tensor([3, 3, 3, 1], device=DEVICE)
     record = torch.full((4, 3), 8, device=DEVICE), torch.full((4, 3), 0.5, device=DEVICE)
     eos = torch.tensor([6, 9], device=DEVICE)
-    step = torch.tensor(1, device=DEVICE)
-    seen = sampling_kernels.advance_text(ids, logps, step, going, counts, record, eos, opener, pad=2)
+    step, some = torch.tensor(1, device=DEVICE), torch.tensor([False], device=DEVICE)
+    seen = sampling_kernels.advance_text(ids, logps, step, going, counts, some, record, eos, opener, pad=2)
     assert seen.tolist() == [bool(x) for x in fed] and going.tolist() == [bool(x) for x in alive]
+    assert some.item() and step.item() == 2
     assert counts.tolist() == [4, 4, 4, 1]
     assert record[0].tolist() == [[8, 4, 8], [8, 9, 8], [8, 7, 8], [8, 2, 8]]
     assert record[1].tolist() == [[0.5, -1, 0.5], [0.5, -2, 0.5], [0.5, -3, 0.5], [0.5, 0, 0.5]]
+    sampling_kernels.advance_text(ids * 0 + 9, logps, step, going, counts, some, record, eos, None, pad=2)
+    assert not some.item() and not going.any() and step.item() == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,6 +89,22 @@ def test_norm_adds_summands_and_rounds_where_asked(summands, rounds, dtype, with
     torch.testing.assert_close(ours, plain, **close)
     torch.testing.assert_close(ours_total, plain_total, **close)
     assert summands or torch.equal(ours_total, residual)
+    for on in (True, False):
+        with_triton(on)
+        out = torch.empty_like(ours)
+        assert kernels.add_rms_norm(residual.clone(), delta, weight, 1e-6, rounds, out=out) is out
+        assert torch.equal(out, ours if on else plain)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_embeddings_are_the_rows_of_the_table_in_float32(on, with_triton):
+    if on:
+        with_triton(True)
+    table, ids = randn(9, 20).bfloat16(), torch.tensor([3, 0, 8, 3], device=DEVICE)
+    rows = kernels.embed(ids, table)
+    assert rows.dtype == torch.float32 and torch.equal(rows, table[ids].float())
+    rows.zero_()
+    assert table[ids].any()  # they are a copy
 
 
 def test_residual_is_rounded_to_the_type_of_the_weight_only_where_asked():
