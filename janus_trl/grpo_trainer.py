@@ -34,14 +34,15 @@ from .run_log import reward_trend
 from .saving import RolloutCheckpointing
 from .shared_reasoning import advantages_per_token, scored_rows
 from .signal_metrics import signal_metrics
-from .task_mixture import TaskSampler, row_for_task, split_by_task
+from .task_mixture import row_for_task, split_by_task
 from .trainable import freeze_for_task, trainable_table
+from .trainer_batches import RolloutBatches
 from .trainer_evaluation import HeldOutEvaluation
 from .trainer_sampling import RolloutSampling, sample_for_trl
 from .training_rows import held_out_rows, rows_of_tasks, training_rows, with_image_list
 
 
-class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing, GRPOTrainer):
+class JanusGRPOTrainer(RolloutBatches, RolloutSampling, HeldOutEvaluation, RolloutCheckpointing, GRPOTrainer):
     """`trl.GRPOTrainer` for `JanusForConditionalGeneration`: text, then image codes (`t2i`), or answers (`i2t`).
 
     Rollouts are sampled by `janus_trl.sampling.rollout`, and policy, old and reference log-probs come from
@@ -214,24 +215,6 @@ class JanusGRPOTrainer(RolloutSampling, HeldOutEvaluation, RolloutCheckpointing,
 
     def _split_metrics(self, mode: str):
         return split_by_task(self._metrics[mode], self.batch_task if self.task == "both" else None)
-
-    def _run_epoch(self, model, epoch, *args, **kwargs):
-        """Shuffle by seed and epoch, so that a resumed run sees the prompts of a straight one.
-
-        TRL's sampler draws every epoch's order from one generator: on resume it would be that of the first epoch. A
-        `set_epoch` of the sampler is not enough, since with several processes the resumed loader does not reach it.
-        """
-        if self.shuffle_dataset and self._train_sampler is not None:
-            self._train_sampler.generator.manual_seed(self.args.seed + epoch)
-        if isinstance(self._train_sampler, TaskSampler):
-            self._train_sampler.epoch = epoch
-        return super()._run_epoch(model, epoch, *args, **kwargs)
-
-    def _get_train_sampler(self, dataset=None):
-        self._train_sampler = super()._get_train_sampler(dataset)
-        if self.task == "both":
-            self._train_sampler = TaskSampler.like(self._train_sampler, self._pools, self.args.task_proportions)
-        return self._train_sampler
 
     # Rewards ---------------------------------------------------------------------------------------------------------
 

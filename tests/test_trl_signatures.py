@@ -32,6 +32,7 @@ SIGNATURES = {
         "self model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval "
         "start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"
     ),
+    "transformers.Trainer._get_dataloader": "self dataset description batch_size sampler_fn is_training dataloader_key",
     "transformers.Trainer.get_eval_dataloader": "self eval_dataset",
     "transformers.Trainer._get_eval_sampler": "self eval_dataset",
     "transformers.Trainer._get_train_sampler": "self train_dataset",
