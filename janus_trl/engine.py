@@ -131,8 +131,6 @@ class DecodeEngine(Prefill):
         self.warmup_seconds += time.perf_counter() - start
         return graph
 
-    # Prefill ---------------------------------------------------------------------------------------------------------
-
     # Stages ----------------------------------------------------------------------------------------------------------
 
     def start(self, embeds, lengths, rows, uniforms, special, forbidden: list[int], opener: int | None) -> None:
