@@ -77,11 +77,13 @@ class EngineBuffers:
         """Make room for `rows` rows in `streams` streams; buffers that are large enough stay, and graphs with them."""
         slots = -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE
         if self.keys is not None:
-            fits = self.keys.shape[1] >= rows * streams and self.keys.shape[3] >= slots
-            if fits and len(self.state.alive) >= rows and self.state.uniforms.shape[1] >= steps:
+            held = len(self.state.alive)  # rows of a stream: the second stream begins behind them
+            held_streams = self.keys.shape[1] // held
+            fits = held >= rows and held_streams >= streams and self.keys.shape[3] >= slots
+            if fits and self.state.uniforms.shape[1] >= steps:
                 return
             slots, steps = max(slots, self.keys.shape[3]), max(steps, self.state.uniforms.shape[1])
-            rows, streams = max(rows, len(self.state.alive)), max(streams, self.keys.shape[1] // len(self.state.alive))
+            rows, streams = max(rows, held), max(streams, held_streams)
         self.release()
         config, device = self.config, self.weights["norm"].device
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -95,6 +95,12 @@ def test_buffers_serve_smaller_chunks_and_other_prompt_lengths_and_grow_for_larg
     assert engine.keys.shape[1] == 10 and engine.keys.shape[3] == SLOT_MULTIPLE
 
 
+def test_rows_of_one_stream_leave_no_room_for_half_as_many_in_two(stopping_model, processor, engine):
+    same(*both(stopping_model, processor, engine, SamplingSettings("t2i", 4, 1.0), prompts=PROMPTS[:4]))
+    same(*both(stopping_model, processor, engine, SamplingSettings("t2i", 4, 5.0), prompts=PROMPTS[1:3]))
+    assert len(engine.state.alive) == 4 and engine.keys.shape[1] == 8
+
+
 def test_released_buffers_come_back(stopping_model, processor, engine):
     settings = SamplingSettings("t2i", 4, 5.0)
     same(*both(stopping_model, processor, engine, settings))
