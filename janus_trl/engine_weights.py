@@ -15,7 +15,7 @@ class EngineWeights:
     Attributes:
         dtype: of all weights.
         copies: names of the weights that are not the model's own storage.
-        moved: whether a weight that was used in place has moved since the last `load`; captured graphs are void then.
+        moved: whether a weight has another address since the last `load`; captured graphs are void then.
     """
 
     dtype: torch.dtype
@@ -70,6 +70,10 @@ class EngineWeights:
         sources = [_merged_weight(module) for module in modules]
         parameters = [getattr(module, "weight", None) for module in modules]
         mine = all(s is p and _plain(p, self.dtype) for s, p in zip(sources, parameters, strict=True))
+        if name in self.by_name and mine == (name in self.copies):  # an adapter was switched on or off
+            del self.by_name[name]  # else merged weights would be written into the model's own
+            self.copies.discard(name)
+            self.moved = True
         if mine and len(sources) == 1:
             if name in self.by_name and self.by_name[name].data_ptr() != sources[0].data_ptr():
                 self.moved = True
@@ -103,14 +107,21 @@ def _plain(parameter: torch.nn.Parameter | None, dtype: torch.dtype) -> bool:
 
 
 def _merged_weight(module: torch.nn.Module) -> torch.Tensor:
-    """The weight of a module, with active LoRA adapters added."""
+    """The weight of a module, with active LoRA adapters added.
+
+    DoRA (Liu et al. 2024, arXiv 2402.09353, equation 5) gives every row of the sum a trained length.
+    """
     base = getattr(module, "base_layer", None)
     if base is None:
         return module.weight
     if module.disable_adapters or module.merged:
         return base.weight
-    weight = base.weight.float()
+    weight = frozen = base.weight.float()
     for adapter in module.active_adapters:
         if adapter in module.lora_A:
-            weight = weight + module.get_delta_weight(adapter).float()
+            delta = module.get_delta_weight(adapter).float()
+            if adapter in module.lora_magnitude_vector:
+                adapted, lengths = frozen + delta, module.lora_magnitude_vector[adapter].weight.float()
+                delta = adapted * (lengths / adapted.norm(dim=1)).unsqueeze(1) - frozen
+            weight = weight + delta
     return weight

@@ -154,6 +154,51 @@ def test_lora_is_merged_on_the_way_and_the_base_stays_as_it_was(stopping_model, 
         same(*both(stopping_model, processor, engine, SamplingSettings("t2i", 6, 5.0)))
 
 
+@pytest.mark.parametrize("active_first", [True, False])
+def test_an_adapter_that_is_switched_off_and_on_leaves_the_base_as_it_was(
+    stopping_model, processor, engine, active_first
+):
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(stopping_model, LoraConfig(r=4, target_modules=r".*language_model.*(q|v|down)_proj"))
+    bases = [module.base_layer for module in stopping_model.modules() if hasattr(module, "base_layer")]
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.2)
+    before, settings = [base.weight.clone() for base in bases], SamplingSettings("t2i", 4, 5.0)
+    if active_first:
+        engine.load_weights(stopping_model)
+    for _ in range(2):
+        with adapted.disable_adapter():
+            engine.load_weights(stopping_model)
+            assert engine.weights.moved or not active_first
+            same(*both(stopping_model, processor, engine, settings))
+        engine.load_weights(stopping_model)
+        assert engine.weights.moved  # graphs are captured again
+        same(*both(stopping_model, processor, engine, settings))
+        active_first = True
+    engine.load_weights(stopping_model)
+    assert not engine.weights.moved
+    assert all(torch.equal(base.weight, old) for base, old in zip(bases, before, strict=True))
+
+
+def test_dora_is_merged_on_the_way(stopping_model, processor):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, use_dora=True, target_modules=r".*language_model.*(q|v|down)_proj")
+    adapted = get_peft_model(stopping_model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.2)
+            if "magnitude" in name:
+                parameter.mul_(1.5)
+    engine = DecodeEngine(torch.float32, use_cuda_graphs=False)
+    engine.load_weights(stopping_model)
+    same(*both(stopping_model, processor, engine, SamplingSettings("t2i", 6, 5.0)))
+
+
 def test_rows_of_a_group_share_one_prefill(stopping_model, processor, engine, monkeypatch):
     assert different_prompts(PROMPTS) == ([0, 2, 3], [0, 0, 1, 2, 0])
     assert different_prompts(PROMPTS, PICTURES) == ([0, 2, 3, 4], [0, 0, 1, 2, 3])
