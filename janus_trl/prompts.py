@@ -155,7 +155,7 @@ def different_prompts(prompts: list, images: list[list[Image.Image]] | None = No
             (
                 message["role"],
                 part["type"],
-                part["text"] if part["type"] == "text" else hashlib.blake2b(part["image"].tobytes()).digest(),
+                part["text"] if part["type"] == "text" else _picture_key(part["image"]),
             )
             for message in conversation
             for part in message["content"]
@@ -165,6 +165,11 @@ def different_prompts(prompts: list, images: list[list[Image.Image]] | None = No
             different.append(i)
         where.append(first[key])
     return different, where
+
+
+def _picture_key(image: Image.Image) -> tuple:
+    """Bytes alone do not tell a wide picture of one colour from a tall one."""
+    return image.mode, image.size, hashlib.blake2b(image.tobytes()).digest()
 
 
 def conversational(dataset: Dataset | None, task: str) -> Dataset | None:

@@ -202,6 +202,8 @@ def test_dora_is_merged_on_the_way(stopping_model, processor):
 def test_rows_of_a_group_share_one_prefill(stopping_model, processor, engine, monkeypatch):
     assert different_prompts(PROMPTS) == ([0, 2, 3], [0, 0, 1, 2, 0])
     assert different_prompts(PROMPTS, PICTURES) == ([0, 2, 3, 4], [0, 0, 1, 2, 3])
+    wide, tall, again = (Image.new("RGB", size, "red") for size in ((20, 10), (10, 20), (20, 10)))
+    assert different_prompts(["a"] * 3, [[wide], [tall], [again]]) == ([0, 1], [0, 1, 0])
     rows = []
     prefill = DecodeEngine._prefill_pass
     monkeypatch.setattr(
