@@ -151,7 +151,10 @@ def generate(
     """Make what is missing of this process's share, then what is joined from it. Returns the rows made."""
     control, made = list(control_tokens(processor.tokenizer)), 0
     tools = {"engine": engine, "decoder": picture_decoder(model) if run.draws else None}
-    mine = run.batches()[run.process :: run.processes]
+    batches = run.batches()
+    # A short last batch rounds as beside whole ones, also where it is the only one of this process or of a restart.
+    tools["capacity"] = max(map(len, batches), default=0)
+    mine = batches[run.process :: run.processes]
     for batch in tqdm(mine, desc="batches", disable=True if run.process else None):
         if all(run.done(*row) for row in batch):
             continue

@@ -50,6 +50,7 @@ def rollout(
     engine: DecodeEngine | None = None,
     decoder: PictureDecoder | None = None,
     decode: bool = True,
+    capacity: int = 0,
 ) -> Rollout:
     """Sample one completion per prompt.
 
@@ -63,6 +64,8 @@ def rollout(
         engine: decodes with fixed buffers and captured steps, its weights up to date; without one, plainly.
         decoder: turns codes into pictures; by default the model's own, in the precision of its weights.
         decode: make pictures at all (`t2i`).
+        capacity: rows that the engine keeps room for at least. It steps over all of them, and the roundings of a
+            product may depend on their number.
 
     Returns:
         A `Rollout` with one row per prompt, in order.
@@ -84,7 +87,7 @@ def rollout(
             try:
                 if engine is not None:
                     chunk = EngineChunk(engine, model, settings, seeds[rows], any_rank, progress, decode)
-                    result.extend(chunk.run(processor, prompts[rows], pictures, size))
+                    result.extend(chunk.run(processor, prompts[rows], pictures, max(size, capacity)))
                 else:
                     sampler = _Sampler(model, settings, seeds[rows], any_rank, progress, decode)
                     # Rows that share a reasoning are one row until the image.

@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from janus_trl import generation
+from janus_trl.engine import DecodeEngine
 from janus_trl.modeling import JanusForInterleavedGeneration
 from janus_trl.scripts import generate
 from tests.distributed_launch import free_port
@@ -73,6 +75,23 @@ def test_only_what_is_missing_is_made(run, monkeypatch):
     run(*argv)
     assert sampled == [["two red dogs", "two red dogs"], ["x", "x"]]  # the batches of the two rows, whole
     assert files(out) == before
+
+
+def test_a_short_batch_is_sampled_beside_as_many_rows_as_a_whole_one(run, monkeypatch):
+    engines = []
+
+    def decode_engine(model, use_cuda_graphs):
+        engines.append(DecodeEngine(torch.float32, use_cuda_graphs))
+        engines[-1].load_weights(model)
+        return engines[-1]
+
+    monkeypatch.setattr(generate, "decode_engine", decode_engine)
+    argv = ["--prompt", "a cat", "--num_images", "3", "--batch_size", "2"]
+    (run(*argv) / "images/00000-0002.png").unlink()
+    run(*argv)
+    assert [len(engine.state.alive) for engine in engines] == [2, 2]
+    run("--prompt", "a cat", name="one")
+    assert len(engines[-1].state.alive) == 1  # not the whole default of batch_size
 
 
 def test_a_whole_folder_loads_no_weights(run, monkeypatch, capsys):
