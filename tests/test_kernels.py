@@ -17,10 +17,14 @@ PROCESSORS = 132  # of an H200
 
 @pytest.fixture
 def with_triton(monkeypatch):
-    """A switch between the two forms."""
-    needs_triton()
+    """A switch between the two forms; that of PyTorch is there without Triton too."""
 
-    return lambda on: use_triton(monkeypatch, on)
+    def switch(on: bool) -> None:
+        if on:
+            needs_triton()
+        use_triton(monkeypatch, on)
+
+    return switch
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -56,8 +60,7 @@ def test_sampling_gives_what_the_formulas_in_pytorch_give(width, greedy, with_tr
     [(7, [True, True, False, False], [True, False, False, False]), (None, [1, 0, 1, 0], [1, 0, 1, 0])],
 )
 def test_a_text_step_notes_ids_and_ends_rows(opener, fed, alive, on, with_triton):
-    if on:
-        with_triton(True)
+    with_triton(on)
     ids, logps = torch.tensor([4, 9, 7, 5], device=DEVICE), torch.tensor([-1.0, -2, -3, -4], device=DEVICE)
     going = torch.tensor([True, True, True, False], device=DEVICE)
     counts = torch.tensor([3, 3, 3, 1], device=DEVICE)
@@ -98,8 +101,7 @@ def test_norm_adds_summands_and_rounds_where_asked(summands, rounds, dtype, with
 
 @pytest.mark.parametrize("on", [True, False])
 def test_embeddings_are_the_rows_of_the_table_in_float32(on, with_triton):
-    if on:
-        with_triton(True)
+    with_triton(on)
     table, ids = randn(9, 20).bfloat16(), torch.tensor([3, 0, 8, 3], device=DEVICE)
     rows = kernels.embed(ids, table)
     assert rows.dtype == torch.float32 and torch.equal(rows, table[ids].float())
@@ -119,6 +121,7 @@ def test_residual_is_rounded_to_the_type_of_the_weight_only_where_asked():
 @pytest.mark.parametrize("rows", [5, 16, 33])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_split_products_add_up(rows, splits, with_triton):
+    with_triton(True)
     x, weight = randn(rows, 256), randn(64, 256, seed=1) * 0.1
     parts = matrix_kernels.run(x, weight, Tiling(32, 64, splits, 2), dtype=torch.float32)
     assert parts.shape == (splits, rows, 64)
@@ -129,6 +132,7 @@ def test_split_products_add_up(rows, splits, with_triton):
 
 
 def test_gated_product_is_silu_of_the_gate_times_up(with_triton):
+    with_triton(True)
     x, weight = randn(7, 128), randn(2 * 32, 128, seed=1) * 0.1
     ours = matrix_kernels.run(x, weight, Tiling(16, 64, 1, 2), gated=True)[0]
     gate, up = (x @ weight.t()).chunk(2, -1)
@@ -214,3 +218,24 @@ def test_attention_gives_what_pytorch_gives_whatever_the_tile(tile, with_triton)
         where = keys, values, lengths, own, none
         found.append(attention_kernels.decode_attention(qkv, angles.cos(), angles.sin(), *where, heads, tile))
     assert (found[0] - found[1]).abs().max() < 5e-5
+
+
+@pytest.mark.parametrize("tile", [attention_kernels.REPLAY_TILE, attention_kernels.FAST_TILE])
+def test_rows_of_a_group_read_the_keys_of_their_prompt_in_one_row(tile, with_triton):
+    heads, slots, width, owner = 2, 256, 16, 1
+    lengths, shared = torch.tensor([70, 130, 200], device=DEVICE), torch.tensor([70, 66, 129], device=DEVICE)
+    qkv, angles = randn(3, 3 * heads * width), randn(slots, width // 2, seed=1).repeat(1, 2)
+    caches = [randn(3, heads, slots, width, seed=seed) for seed in (2, 3)]
+    alone = [cache.clone() for cache in caches]  # of which each row holds its own, as PyTorch reads them
+    for cache, own in zip(caches, alone, strict=True):
+        for row, length in enumerate(shared.tolist()):
+            own[row, :, :length] = own[owner, :, :length]
+            if row != owner:
+                cache[row, :, :length] = torch.nan
+    rows, owners = torch.arange(3, device=DEVICE), torch.full_like(lengths, owner)
+    with_triton(False)
+    args = qkv, angles.cos(), angles.sin()
+    expected = attention_kernels.decode_attention(*args, *alone, lengths, rows, shared * 0, heads, tile)
+    with_triton(True)
+    ours = attention_kernels.decode_attention(*args, *caches, lengths, owners, shared, heads, tile)
+    assert (ours - expected).abs().max() < 5e-5
