@@ -26,14 +26,14 @@ def supports(model: JanusForInterleavedGeneration) -> bool:
 class EngineState:
     """What a captured step reads and writes; every tensor keeps its address."""
 
-    x: torch.Tensor  # input embedding of the next token, [R, H]
+    x: torch.Tensor  # image: input embedding of the next token, [R, H]
     lengths: torch.Tensor  # keys of each row, [R]
     prefix_rows: torch.Tensor  # the first keys of a row stand in this row, [R]
     prefix_lengths: torch.Tensor  # so many of them, [R]
     alive: torch.Tensor  # text: rows that go on, [B]
     going: torch.Tensor  # text: whether any row goes on, [1]
     counts: torch.Tensor  # text: sampled ids, [B]
-    step: torch.Tensor  # column of the uniforms, []
+    step: torch.Tensor  # column of uniforms, ids and logps, []
     uniforms: torch.Tensor  # [B, text steps + codes]
     ids: torch.Tensor  # [B, text steps + codes]
     logps: torch.Tensor  # [B, text steps + codes]

@@ -1,5 +1,5 @@
-"""Norm and activation of one decode step, and what all kernels share: Triton on CUDA, the same in PyTorch elsewhere
-(tests compare the two formulas)."""
+"""Norm, activation and embedding of one decode step, and what all kernels share: Triton on CUDA, the same in PyTorch
+elsewhere (tests compare the two formulas)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,15 +127,15 @@ def add_rms_norm(
         delta: `[R, H]`, or summands of it `[S, R, H]`; their sum is rounded to the type of `weight`.
         weight: `[H]`.
         eps: of the norm.
-        rounds: round the new residual to the type of `weight` too (and keep it in float32).
+        rounds: round the sum to the type of `weight` too (and keep it in float32); without `delta` nothing is rounded.
         out: `[R, H]`, to be written and returned.
     """
     summands = 0 if delta is None else delta.numel() // residual.numel()
     if not uses_triton(residual):
         if delta is not None:
             residual += delta.reshape(summands, *residual.shape).float().sum(0).to(weight.dtype)
-        if rounds:
-            residual.copy_(residual.to(weight.dtype))
+            if rounds:
+                residual.copy_(residual.to(weight.dtype))
         scaled = residual * torch.rsqrt(residual.pow(2).mean(-1, keepdim=True) + eps)
         return torch.mul(weight, scaled.to(weight.dtype), out=out)
     out, width = torch.empty_like(residual, dtype=weight.dtype) if out is None else out, residual.shape[-1]

@@ -106,7 +106,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def partial_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Summands of `x @ weight.T`: `[S, R, N]` in float32, or `[R, N]` where there is one, for `add_rms_norm`."""
+    """Summands of `x @ weight.T` for `add_rms_norm`: `[S, R, N]` in float32, or cuBLAS's product `[R, N]`, rounded."""
     tiles = _tiling(x, weight, may_split=True)
     return F.linear(x, weight) if tiles is None else run(x, weight, tiles, dtype=torch.float32)
 

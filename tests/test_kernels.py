@@ -116,6 +116,9 @@ def test_residual_is_rounded_to_the_type_of_the_weight_only_where_asked():
     kernels.add_rms_norm(rounded, delta, weight, 1e-6, rounds=True)
     assert torch.equal(exact, residual + delta) and not torch.equal(exact, exact.bfloat16().float())
     assert torch.equal(rounded, exact.bfloat16().float())
+    first = residual.clone()
+    kernels.add_rms_norm(first, None, weight, 1e-6, rounds=True)
+    assert torch.equal(first, residual)  # there is no sum yet
 
 
 @pytest.mark.parametrize("rows", [5, 16, 33])
