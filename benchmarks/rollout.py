@@ -42,8 +42,7 @@ def main() -> None:
         bench = Bench(args, model, processor, [prompt] * batch, bandwidth)
         for name in args.baselines:
             bench.measure(name, getattr(bench, name), 1)
-        ours = partial(bench.ours, engine)
-        bench.measure("engine", ours, args.repeats, warmup=lambda: engine.warmup_seconds)
+        bench.measure("engine", partial(bench.ours, engine), args.repeats, engine)
         if args.text:
             bench.text_stage()
         if args.drift:
@@ -100,10 +99,11 @@ class Bench:
         ids = torch.cat([ids, opener], 1)
         return {"inputs": ids, "attention_mask": torch.ones_like(ids)}
 
-    def measure(self, name: str, run: Callable, repeats: int, warmup: Callable | None = None) -> float:
+    def measure(self, name: str, run: Callable, repeats: int, engine: DecodeEngine | None = None) -> float:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
-        first = timed(run) if warmup or repeats > 1 else 0.0
+        warm = engine.warmup_seconds if engine else 0.0  # of batches before this one
+        first = timed(run) if engine or repeats > 1 else 0.0
         seconds = statistics.median(timed(run) for _ in range(repeats))
         line = {
             "what": name,
@@ -116,8 +116,8 @@ class Bench:
             "ratio_to_roofline": round(seconds / self.roofline(), 3),
             "first_run_s": round(first, 2),
         }
-        if warmup:
-            line["warmup_s"] = round(warmup(), 2)
+        if engine:
+            line["warmup_s"] = round(engine.warmup_seconds - warm, 2)
             line |= {f"times_{other}": round(taken / seconds, 2) for other, taken in self.baselines.items()}
         else:
             self.baselines[name] = seconds
@@ -127,7 +127,7 @@ class Bench:
         return seconds
 
     def text_stage(self) -> None:
-        """Reasoning before an image: the sampling of the text, and all from the call of `rollout` to the end of it."""
+        """Reasoning before an image: the sampling of the text, and all of a rollout up to the end of it."""
         length, config = self.args.text, self.model.generation_config
         eos, config.eos_token_id = config.eos_token_id, [self.model.vocab_size - 1]  # hardly ever sampled
         engine = TextOnly(self.model.lm_head.weight.dtype, use_cuda_graphs=self.cuda)

@@ -1,11 +1,14 @@
 """The benchmarks run, on the tiny model, and print what they promise: one JSON line per measurement."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from janus_trl.engine import DecodeEngine
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,3 +34,20 @@ def test_rollout_benchmark():
     drifts = [(line["what"], line["guidance"]) for line in measured if line["what"].startswith("drift")]
     assert sorted(drifts) == [(f"drift {path}", w) for path in ("engine", "plain") for w in (1.0, 5.0)]
     assert all(line["max"] < 1e-5 for line in measured if line["what"].startswith("drift"))
+
+
+def test_each_batch_of_the_rollout_benchmark_has_its_own_warm_up(monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("rollout_benchmark", ROOT / "benchmarks" / "rollout.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    class Warming(DecodeEngine):
+        def reserve(self, *args):
+            self.warmup_seconds += self.keys is None  # buffers are made anew, and graphs with them
+            super().reserve(*args)
+
+    monkeypatch.setattr(module, "DecodeEngine", Warming)
+    monkeypatch.setattr(sys, "argv", "rollout.py --size tiny --batch 1 2 --repeats 1".split())
+    module.main()
+    measured = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [(line["batch"], line["warmup_s"]) for line in measured] == [(1, 1.0), (2, 1.0)]
