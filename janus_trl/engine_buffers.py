@@ -13,10 +13,15 @@ SLOT_MULTIPLE = 128
 
 
 def supports(model: JanusForInterleavedGeneration) -> bool:
-    """Whether the language model is a plain Llama (no biases, head size a power of two, 16 or more on a GPU)."""
+    """Whether the language model is a plain Llama that the kernels take.
+
+    Without biases; the head size a power of two, 16 or more on a GPU; at most 16 query heads to a key head.
+    """
     config = model.config.text_config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if model.lm_head.weight.device.type == "cuda" and width < 16:  # the least that the matrix units take
+        return False
+    if config.num_attention_heads > 16 * config.num_key_value_heads:  # one tile holds the queries of a key head
         return False
     plain = not getattr(config, "attention_bias", False) and not getattr(config, "mlp_bias", False)
     return config.model_type == "llama" and plain and config.hidden_act == "silu" and width & (width - 1) == 0

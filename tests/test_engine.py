@@ -219,3 +219,10 @@ def test_engine_is_offered_to_plain_llama_only(model: JanusForInterleavedGenerat
     assert supports(model)
     model.config.text_config.attention_bias = True
     assert not supports(model)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "fits"), [(32, 2, True), (32, 1, False), (17, 1, False)])
+def test_engine_is_offered_where_a_tile_holds_the_queries_of_a_key_head(model, heads, kv_heads, fits):
+    config = model.config.text_config
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = heads, kv_heads, 32
+    assert supports(model) == fits

@@ -49,6 +49,16 @@ def test_captured_steps_sample_the_rows_of_the_plain_path(model, processor, engi
         assert len({len(row) for row in plain.completion_ids}) > 1
 
 
+def test_conditional_log_probs_and_a_short_last_chunk_are_those_of_the_plain_path(model, processor, engine):
+    conditional = SamplingSettings("t2i", 12, 5.0, 0.7, 1.3, "conditional")
+    for settings in (
+        conditional,
+        SamplingSettings("t2i", 12, 5.0, batch_size=3),
+        SamplingSettings("i2t", 12, batch_size=4),
+    ):
+        same(*(sample(model, processor, one, settings) for one in (None, engine)))
+
+
 def test_answers_and_images_of_one_reasoning_are_those_of_the_plain_path(model, processor, engine):
     for settings in (SamplingSettings("i2t", 12), SamplingSettings("t2i", 12, 5.0, images_per_reasoning=2)):
         prompts = ["a"] * 4 + ["a red cat sits on a mat"] * 2
