@@ -111,6 +111,17 @@ class DecodeEngine(Prefill):
         start, saved = time.perf_counter(), {name: tensor.clone() for name, tensor in vars(self.state).items()}
         library = torch.backends.cuda.preferred_blas_library()
         torch.backends.cuda.preferred_blas_library("cublaslt")  # up to 12 % faster than cuBLAS at 64 rows
+        try:
+            graph = self._captured(step)
+        finally:
+            torch.backends.cuda.preferred_blas_library(library)
+        for name, tensor in saved.items():
+            getattr(self.state, name).copy_(tensor)
+        torch.cuda.synchronize()
+        self.warmup_seconds += time.perf_counter() - start
+        return graph
+
+    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         if self.stream is None:
             self.stream = torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -124,11 +135,6 @@ class DecodeEngine(Prefill):
         with torch.cuda.graph(graph, stream=self.stream):
             step()
         torch._C._cuda_clearCublasWorkspaces()
-        torch.backends.cuda.preferred_blas_library(library)
-        for name, tensor in saved.items():
-            getattr(self.state, name).copy_(tensor)
-        torch.cuda.synchronize()
-        self.warmup_seconds += time.perf_counter() - start
         return graph
 
     # Stages ----------------------------------------------------------------------------------------------------------

@@ -53,18 +53,23 @@ class Prefill(EngineBuffers):
     def _prefill_pass(self, embeds, lengths, cache_rows, sources) -> torch.Tensor:
         w, config, eps = self.weights, self.config, self.config.rms_norm_eps
         batch, length, width = embeds.shape
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         residual, delta = embeds.reshape(-1, width).to(torch.float32, copy=True), None
         for i in range(config.num_hidden_layers):
             hidden = add_rms_norm(residual, delta, w[f"{i}.norm1"], eps, i < self.rounded_layers)
-            qkv = F.linear(hidden, w[f"{i}.qkv"]).view(batch, length, heads + 2 * kv_heads, -1)
-            q, k, v = fill_cache(qkv, self.cos, self.sin, self.keys[i], self.values[i], cache_rows, sources)
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
-            mixed = mixed.transpose(1, 2).reshape(batch * length, -1)
-            hidden = add_rms_norm(residual, F.linear(mixed, w[f"{i}.o"]), w[f"{i}.norm2"], eps, i < self.rounded_layers)
+            delta = self._attention(i, hidden.view(batch, length, width), cache_rows, sources)
+            hidden = add_rms_norm(residual, delta, w[f"{i}.norm2"], eps, i < self.rounded_layers)
             delta = F.linear(silu_mul(F.linear(hidden, w[f"{i}.gate_up"])), w[f"{i}.down"])
         hidden = add_rms_norm(residual, delta, w["norm"], eps).view(batch, length, width)
         return hidden[torch.arange(batch, device=hidden.device), lengths - 1]
+
+    def _attention(self, i: int, hidden: torch.Tensor, cache_rows, sources) -> torch.Tensor:
+        """Of layer `i` for whole prompts `[U, P, H]`, whose keys go to the cache -> `[U * P, H]`."""
+        (batch, length, _), config = hidden.shape, self.config
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        qkv = F.linear(hidden, self.weights[f"{i}.qkv"]).view(batch, length, heads + 2 * kv_heads, -1)
+        q, k, v = fill_cache(qkv, self.cos, self.sin, self.keys[i], self.values[i], cache_rows, sources)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+        return F.linear(mixed.transpose(1, 2).reshape(batch * length, -1), self.weights[f"{i}.o"])
 
     def unconditional(self, embeds: torch.Tensor, rows: torch.Tensor) -> None:
         """Prefill the unconditional stream into cache rows B … 2B-1; lengths are those of the conditional rows.

@@ -161,7 +161,9 @@ def _rollout(plan: Plan, config: JanusConfig) -> None:
     plan.add("KV cache", rows * cache_bytes(config, slots, streams, element), phases)
     hidden, mlp = config.text_config.hidden_size, config.text_config.intermediate_size
     tokens = min(PREFILL_TOKENS, -(-rows // run.group) * run.prompt_length)
-    prefill = tokens * element * (8 * hidden + 3 * mlp)
+    # Embeddings, residual stream in float32, norm, and beside them attention (q, k and v, rotated q and k, its output
+    # twice, the last layer's sum) or the MLP (gate and up, their product, the sum).
+    prefill = tokens * element * (4 * hidden + max(8 * hidden, hidden + 3 * mlp))
     vocabulary = config.text_config.vocab_size if run.text_length else config.vq_config.num_embeddings
     step = rows * (3 * 4 * vocabulary + 6 * element * streams * (hidden + mlp))
     decoding = parts.vq_decoding_bytes(config, min(run.vq_batch_size, rows), run.vq_bytes) if draws else 0
