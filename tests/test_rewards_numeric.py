@@ -67,6 +67,15 @@ def test_the_number_settled_on_is_read(text, value):
 
 
 @needs_math_verify
+@pytest.mark.parametrize(("start", "run"), [("answer", " "), ("answer is", " "), ("", ".."), ("answer is ", "1")])
+def test_a_run_of_one_character_is_read_at_once(start, run):
+    numeric.extract_numbers(r"$\frac{1}{2}$")  # loads sympy
+    began = time.perf_counter()
+    assert numeric.extract_numbers(f"{start}{run * 9999} x") == ()
+    assert time.perf_counter() - began < 1  # seconds or minutes, if every part of the run is tried with every other
+
+
+@needs_math_verify
 def test_numbers_within_the_tolerance_are_right():
     texts = ["3.14", "3.15", r"\pi", "22/7", "", "3.1416", [{"role": "assistant", "content": "The answer is 3.14."}]]
     reward = reward_of("numeric")

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 INSTALL = "pip install 'janus_trl[math]'"
 # Share of answers that may be unreadable before a run is refused.
 MAX_UNUSABLE_SHARE = 0.01
-# A policy may write anything: longer texts are read from their end, and towers of powers are not evaluated.
+# A policy may write anything: of longer texts the end is read, of a statement the start, and towers of powers are not
+# evaluated.
 MAX_LENGTH = 2000
 PARSE_SECONDS = 5
 
@@ -28,12 +29,14 @@ _TAG = re.compile(r"<\s*answer\s*>(.*?)(?=<\s*/\s*answer\s*>|<\s*answer\s*>|\Z)"
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 _ANSWER_IS = (
     r"(?:(?<![^\W_])(?:answer|result|antwort|ergebnis|respuesta|réponse|risposta|resposta|ответ)|答案)"
-    r"[ \t]*[*_]*[ \t]*(?:is|was|:|=|ist|es|est|è|é|是|为)[ \t]*[*_]*"
+    r"[ \t]*(?:[*_]+[ \t]*)?(?:is|was|:|=|ist|es|est|è|é|是|为)"  # linear in a run of spaces
 )
-_STATED = re.compile(rf"{_ANSWER_IS}(?P<rest>[^\n]*)", re.I)
+_STATED = re.compile(rf"{_ANSWER_IS}[ \t]*[*_]*(?P<rest>[^\n]*)", re.I)
 # A circled digit is a number where it is the answer; elsewhere it refers to a step or an equation.
 _CIRCLES = re.compile(
-    rf"(?P<answer>\A\W*(?=.\W*\Z)|\\boxed\s*\{{\s*|{_ANSWER_IS}[\s(]*)[{CIRCLED}](?![{CIRCLED}])|[{CIRCLED}]+", re.I
+    rf"(?P<answer>\A\W*(?=[{CIRCLED}]\W*\Z)|\\boxed\s*\{{\s*|{_ANSWER_IS}[\s(*_]*)[{CIRCLED}](?![{CIRCLED}])"
+    rf"|[{CIRCLED}]+",
+    re.I,
 )
 _PLAIN = re.compile(r"[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:e[-+]?\d+)?", re.I)
 # "is 45 and not 50", "is about 3 cm": the number at the start of a statement, if it is not the start of a formula.
@@ -104,7 +107,7 @@ def extract_numbers(text: str) -> tuple[float, ...]:
         return _read(boxed[-1], rf"\boxed{{{boxed[-1]}}}")
     if stated := [match["rest"] for match in _STATED.finditer(text) if re.search(r"\d|\\", match["rest"])]:
         # Up to the end of the sentence: "The answer is 9. (I used 3 steps)".
-        sentence = re.split(r"(?<=\S)[.!?;](?=\s|$)", stated[-1], maxsplit=1)[0]
+        sentence = re.split(r"(?<=\S)[.!?;](?=\s|$)", stated[-1][:MAX_LENGTH], maxsplit=1)[0]
         first = _FIRST.match(sentence)
         return _read(first["number"] if first and not _HEDGE.search(sentence) else sentence)
     return _read(text[-MAX_LENGTH:])
