@@ -130,32 +130,49 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
             outputs = model(**kwargs)
             if not kwargs.get("fused_lm_head"):  # TRL asks for logits too where `compute_metrics` needs them
                 return outputs
-            self._count_losses(outputs.log_probs.detach(), labels)
+            self._count_losses(outputs.log_probs.detach(), weights, labels)
             outputs.log_probs = outputs.log_probs * weights
             return outputs
 
         return super().compute_loss(weighted, inputs, return_outputs, num_items_in_batch)
 
-    def _count_losses(self, log_probs: torch.Tensor, labels: torch.LongTensor) -> None:
+    def _count_losses(self, log_probs: torch.Tensor, weights: torch.Tensor, labels: torch.LongTensor) -> None:
         """Add to the sum of losses and the number of labels of each modality, of all ranks; collective.
 
-        A loader repeats held-out rows where they do not fill the last batch of every rank: these count once.
+        Last comes the sum of the loss that is trained on, which is weighted. A loader repeats held-out rows where they
+        do not fill the last batch of every rank: these count once.
         """
         is_code, is_text = labels >= self.base_model.vocab_size, (labels >= 0) & (labels < self.base_model.vocab_size)
         losses = -log_probs.double()
         parts = [part.sum(1) for at in (is_text, is_code) for part in (losses.masked_fill(~at, 0), at.double())]
-        rows = torch.stack(parts, 1)  # [B, 4]
+        trained = losses * weights
+        if self.args.loss_type == "dft":  # as in TRL
+            trained = trained * log_probs.double().exp()
+        rows = torch.stack([*parts, trained.sum(1)], 1)  # [B, 5]
         if self.model.training:
             mode, counted = "train", self.accelerator.reduce(rows.sum(0))
         else:
             mode, counted = "eval", self.accelerator.gather_for_metrics(rows).sum(0)
         self._losses[mode] = self._losses.get(mode, 0) + counted
 
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        """As in transformers, but the loss is the mean over all labels, as that of a training step.
+
+        There it is the mean of the means of batches: it changes with the batch size, the number of processes and
+        which rows are together, and a label of a short answer counts more than one of a picture.
+        """
+        self._losses.pop("eval", None)  # of a prediction, which logs nothing
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if "eval" in self._losses:
+            _, texts, _, images, trained = self._losses["eval"].tolist()
+            output.metrics[f"{metric_key_prefix}_loss"] = trained / max(texts + images, 1)
+        return output
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds `loss/text` and `loss/image`: the mean negative log-prob of a label since the last log, unweighted."""
         mode = "train" if self.model.training else "eval"
         if mode in self._losses:
-            text, texts, image, images = self._losses.pop(mode).tolist()
+            text, texts, image, images, _ = self._losses.pop(mode).tolist()
             means = {"text": text / texts if texts else None, "image": image / images if images else None}
             self._metrics[mode].update({f"loss/{name}": [mean] for name, mean in means.items() if mean is not None})
         super().log(logs, start_time)
@@ -163,9 +180,9 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
     # Data ------------------------------------------------------------------------------------------------------------
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
-        """As in transformers, but the loss of held-out rows has to repeat: none is blanked, and their order is kept.
+        """As in transformers, but what is measured has to repeat: no held-out row is blanked, and their order is kept.
 
-        It is the loss of batches, so it depends on which rows are together.
+        Entropy and accuracy are those of batches, so they depend on which rows are together.
         """
         collator = self.data_collator
         self.data_collator = replace(collator, guidance_dropout=0.0)

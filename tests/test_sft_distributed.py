@@ -27,8 +27,8 @@ def test_zero3_has_the_curve_of_one_process(runs, name, tolerance):
     assert len(reference) == 3 and ours == pytest.approx(reference, rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ["eval_loss/text", "eval_loss/image"])
-def test_held_out_losses_by_modality_are_those_of_one_process(runs, name):
+@pytest.mark.parametrize("name", ["eval_loss", "eval_loss/text", "eval_loss/image"])
+def test_held_out_losses_are_those_of_one_process(runs, name):
     one, two = ([rank["eval"][name] for rank in run["sft"]] for run in runs)
     assert two == pytest.approx(one * 2, rel=1e-5)
 

@@ -97,6 +97,22 @@ def test_the_losses_of_text_and_image_are_logged_unweighted(janus_folder, tmp_pa
         assert evaluated[f"eval_loss/{name}"] == pytest.approx(value.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("settings", [
+    {}, {"text_loss_weight": TEXT, "image_loss_weight": IMAGE, "begin_of_image_loss_weight": BOI}, {"loss_type": "dft"},
+], ids=["plain", "weighted", "dft"])  # fmt: skip
+def test_the_held_out_loss_is_that_of_a_training_step_on_the_same_rows(janus_folder, tmp_path, settings):
+    dataset = Dataset.from_list(mixed_rows(), features=FEATURES)
+    trainer = sft_trainer(janus_folder, tmp_path, dataset, eval_dataset=dataset, max_steps=1, **settings)
+    trainer.train()
+    (trained,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    for size in (1, 3, 8):  # whatever rows are together
+        held_out = sft_trainer(janus_folder, tmp_path, dataset, eval_dataset=dataset, per_device_eval_batch_size=size,
+                               **settings)  # fmt: skip
+        found = held_out.evaluate(metric_key_prefix="test" if size == 3 else "eval")
+        assert found["test_loss" if size == 3 else "eval_loss"] == pytest.approx(trained, rel=1e-5)
+    assert held_out.state.log_history[-1]["eval_loss"] == found["eval_loss"]
+
+
 def test_a_run_without_pictures_logs_no_loss_of_images(janus_folder, tmp_path):
     dataset = Dataset.from_list(mixed_rows()[4:], features=FEATURES)
     trainer = sft_trainer(janus_folder, tmp_path, dataset, max_steps=1)
