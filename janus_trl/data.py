@@ -18,7 +18,7 @@ import datasets
 from janus_trl.adapters import adapt, check_format
 from janus_trl.data_checks import BAD_ROWS, NO_STREAMING, check_choice, check_dataset, check_images, drop_bad_rows
 from janus_trl.data_mixture import MixtureEntry, entries_of_task, mixed, parse_mixture
-from janus_trl.data_rows import undecoded, with_row_reader, with_stored_pictures
+from janus_trl.data_rows import undecoded, with_reader_settings, with_row_reader, with_stored_pictures
 from janus_trl.data_sources import check_dataset_file, folder_of, is_text_file, load_source
 from janus_trl.images import limit_image_size, load_image
 
@@ -64,7 +64,7 @@ def load_training_dataset(script_args: Any, task: str, stage: str = "grpo", with
         `{"train": Dataset, "test": Dataset or None}`; without `with_test` the test split is not loaded.
     """
     limit_image_size(script_args.max_image_pixels)
-    return load_dataset_splits(
+    splits = load_dataset_splits(
         script_args.dataset_name,
         task=task,
         stage=stage,
@@ -82,6 +82,8 @@ def load_training_dataset(script_args: Any, task: str, stage: str = "grpo", with
         bad_rows=script_args.bad_rows,
         seed=script_args.dataset_seed,
     )
+    limit = {"max_pixels": script_args.max_image_pixels}
+    return {key: None if rows is None else with_reader_settings(rows, **limit) for key, rows in splits.items()}
 
 
 def load_dataset_splits(

@@ -10,7 +10,7 @@ import datasets
 from PIL import Image
 
 from janus_trl.data_text import TEXT_COLUMNS, neutralise
-from janus_trl.images import load_image
+from janus_trl.images import limit_image_size, load_image
 
 logger = logging.getLogger(__name__)
 BLANK_SIZE = (64, 64)
@@ -31,7 +31,11 @@ def with_reader_settings(dataset: datasets.Dataset, **settings: Any) -> datasets
 
 
 def read_rows(
-    batch: dict[str, list], folder: str | None, control: Sequence[str] = (), forgiving: bool = False
+    batch: dict[str, list],
+    folder: str | None,
+    control: Sequence[str] = (),
+    forgiving: bool = False,
+    max_pixels: int | None = None,
 ) -> dict[str, list]:
     """Transform of a batch of rows.
 
@@ -40,10 +44,13 @@ def read_rows(
         control: Control strings to neutralise in prompt, reasoning and completion.
         forgiving: Give a blank picture, with one warning, for one that cannot be read: for rows that were checked
             before, as training must not stop over a file that broke since.
+        max_pixels: See `limit_image_size`. PIL's limit is that of a process: a worker of a loader that is not forked
+            has not the one that was set when the data was loaded.
 
     Raises:
         ValueError: A picture cannot be read, unless `forgiving`.
     """
+    limit_image_size(max_pixels)
     prompts = batch.get("prompt")
 
     def read(cell: Any, row: int) -> Image.Image:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import pickle
 import struct
 import zlib
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from janus_trl.data import load_image
+from janus_trl.data import load_image, load_training_dataset
+from janus_trl.data_rows import with_reader_settings
 from janus_trl.images import limit_image_size
-from tests.data_files import pixel
+from janus_trl.script_arguments import JanusScriptArguments
+from tests.data_files import pixel, write
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder of real prompts and pictures is absent")
@@ -146,6 +149,16 @@ def test_the_limit_of_pixels_is_a_setting(monkeypatch):
         load_image(encode(Image.new("L", (20, 10))))
     with pytest.raises(ValueError, match="max_image_pixels is 0"):
         limit_image_size(0)
+
+
+def test_workers_that_are_not_forked_have_the_limit_of_the_recipe(tmp_path, monkeypatch):
+    Image.new("RGB", (20, 10)).save(tmp_path / "a.png")
+    name = write(tmp_path / "d.jsonl", [{"prompt": "q", "images": ["a.png"]}])
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
+    rows = load_training_dataset(JanusScriptArguments(dataset_name=name, max_image_pixels=200), "i2t")["train"]
+    sent = pickle.dumps(with_reader_settings(rows, forgiving=True))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # a new process has PIL's own
+    assert pickle.loads(sent)[0]["images"][0].size == (20, 10)  # a blank one would have another size
 
 
 def test_a_png_with_a_text_bomb_is_refused():
