@@ -7,6 +7,7 @@ from datasets import Dataset
 from PIL import Image
 from transformers import ProcessorMixin
 from transformers.models.janus.processing_janus import DEFAULT_SYSTEM_PROMPT
+from trl.data_utils import prepare_multimodal_messages
 
 logger = logging.getLogger(__name__)
 
@@ -189,12 +190,14 @@ def with_row_ids(dataset: Dataset | None) -> Dataset | None:
 
 def user_text(prompt: str | list[dict]) -> str:
     """The user's own words in a prompt."""
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    content = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 def prompt_with_pictures(row: dict) -> str | list[dict]:
     """The prompt of a data row, with its `images` joined to it as TRL joins them."""
+    prompt = row["prompt"]
     if not row.get("images"):
-        return row["prompt"]
-    parts = [{"type": "image", "image": image} for image in row["images"]]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": user_text(row["prompt"])}]}]
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return prepare_multimodal_messages(messages, images=row["images"])

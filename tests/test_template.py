@@ -10,7 +10,14 @@ from PIL import Image
 from transformers import JanusProcessor
 
 from janus_trl.configs import JanusGRPOConfig, JanusSFTConfig
-from janus_trl.prompts import bind_prompt_template, encode_prompts, prompt_lengths, prompt_template
+from janus_trl.prompts import (
+    bind_prompt_template,
+    encode_prompts,
+    prompt_lengths,
+    prompt_template,
+    prompt_with_pictures,
+    user_text,
+)
 from janus_trl.sampling import SamplingSettings, rollout
 from janus_trl.scripts import evaluate
 from janus_trl.sft_data import JointCollator
@@ -55,6 +62,20 @@ def test_pictures_beside_a_conversation_stand_before_its_first_user_text(process
     assert torch.equal(written["pixel_values"], beside["pixel_values"])
     assert prompt_lengths(processor, [conversation], [1]) == [written["input_ids"].shape[1]]
     assert len(encode_prompts(processor, [parts], [[picture]])["pixel_values"]) == 1  # not twice
+
+
+def test_a_held_out_conversation_is_whole_and_shown_as_its_question():
+    picture = Image.new("RGB", (20, 10), "red")
+    system, typed = {"role": "system", "content": "Be brief."}, [{"type": "image"}, {"type": "text", "text": "what?"}]
+    text = {"type": "text", "text": "what?"}
+    asked = [{"role": "user", "content": [{"type": "image", "image": picture}, text]}]
+    before = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]
+    question = {"role": "user", "content": "what?"}
+    rows = [("what?", []), ([question], []), ([system, question], before), ([{**question, "content": typed}], [])]
+    for prompt, first in rows:
+        assert prompt_with_pictures({"prompt": prompt, "images": [picture]}) == [*first, *asked]
+        assert prompt_with_pictures({"prompt": prompt, "images": []}) == prompt
+        assert user_text(prompt) == "what?"
 
 
 def test_sft_rows_and_rollouts_have_the_same_prompt(model, processor):
