@@ -14,6 +14,7 @@ from transformers.integrations import deepspeed as integration
 from benchmarks.rewards import build_clip, clip_processor
 from benchmarks.rewards import main as rewards_benchmark
 from janus_trl.rewards import check_reward_rows, get_reward_funcs
+from janus_trl.rewards.calling import wrapped_reward
 from janus_trl.rewards.clip_models import TransformersClip
 from janus_trl.rewards.pickscore import PickScore
 from janus_trl.rewards.placement import check_weights_present, outside_zero_init
@@ -124,6 +125,32 @@ def test_whole_weights_are_loaded_under_zero3(clip_folder):
         with pytest.raises(KeyError), outside_zero_init():
             raise KeyError
         assert integration.is_deepspeed_zero3_enabled()
+    finally:
+        integration.unset_hf_deepspeed_config()
+
+
+def test_rewards_of_the_users_own_are_built_and_loaded_outside_of_zero3():
+    class Mine:
+        def __init__(self):
+            self.sharded = [integration.is_deepspeed_zero3_enabled()]
+
+        def load(self):
+            self.sharded.append(integration.is_deepspeed_zero3_enabled())
+
+        def __call__(self, completions, **columns):
+            return [0.0] * len(completions)
+
+    class Config:
+        def is_zero3(self):
+            return True
+
+    config = Config()
+    integration.set_hf_deepspeed_config(config)
+    try:
+        rewards = get_reward_funcs(Mine)
+        rewards.load()
+        assert wrapped_reward(rewards.funcs[0]).sharded == [False, False]
+        assert integration.is_deepspeed_zero3_enabled()  # as before, for the policy
     finally:
         integration.unset_hf_deepspeed_config()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from janus_trl.rewards.calling import named_parameters, readable_name, unique_name, wrap_reward, wrapped_reward
+from janus_trl.rewards.placement import outside_zero_init
 from janus_trl.rewards.self_test import check_on_pictures
 from janus_trl.rewards.specs import RewardSpec, parse_reward_specs, suggest
 from janus_trl.rewards.targets import check_args, check_parameters, import_target, missing_columns
@@ -85,8 +86,9 @@ class RewardSet:
         Raises:
             ValueError: A model cannot be loaded, or a score is missing, not finite, or the same for both pictures.
         """
-        for loader in self.loaders:
-            loader()
+        with outside_zero_init():  # a detector of the user's own, too
+            for loader in self.loaders:
+                loader()
         for function in self.funcs:
             if getattr(wrapped_reward(function), "self_test", False):
                 check_on_pictures(function)
@@ -174,7 +176,11 @@ def _resolve(spec: RewardSpec, task: str | None, columns: list[str] | None, batc
         asked = {"batch_size": batch_size, **asked}
     args = check_args(label, target, asked)
     # A class is built with the arguments, a function keeps them until it is called.
-    function = target(**args) if inspect.isclass(target) else functools.partial(target, **args) if args else target
+    if inspect.isclass(target):
+        with outside_zero_init():  # it may load its model at once
+            function = target(**args)
+    else:
+        function = functools.partial(target, **args) if args else target
     if not callable(function):
         raise ValueError(f"reward '{label}': instances of {target.__name__} cannot be called; define `__call__`.")
     check_parameters(label, function, task, columns)
