@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from datasets import Dataset
+from datasets import Dataset, Value
 from peft import PeftConfig
 from torch.utils.data import DataLoader
 from transformers import JanusProcessor, PreTrainedModel
@@ -274,7 +274,9 @@ def prepare(
     if dataset is None or not grouped:
         return dataset
     if name in dataset.column_names:
-        if "int" in str(dataset.features[name]) and not dataset.data.column(name).null_count:
+        kind = dataset.features[name]
+        whole = isinstance(kind, Value) and kind.dtype.startswith(("int", "uint"))
+        if whole and not dataset.data.column(name).null_count:
             return dataset
         dataset = dataset.remove_columns(name)  # `length` says something else in this data set
     return dataset.add_column(name, collator.lengths(dataset))

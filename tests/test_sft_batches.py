@@ -65,7 +65,8 @@ def test_the_report_on_data_counts_the_ids_of_the_collator(model, processor, tmp
 
 
 @pytest.mark.parametrize(("given", "kept"), [
-    (["short"] * 8, False), ([None] * 8, False), ([3, None] * 4, False), (list(range(8)), True),
+    (["short"] * 8, False), ([None] * 8, False), ([3, None] * 4, False), ([[3]] * 8, False),
+    ([{"hint": "a"}] * 8, False), (list(range(8)), True),
 ])  # fmt: skip
 def test_a_column_of_that_name_gives_the_lengths_only_if_it_can(janus_folder, tmp_path, given, kept):
     rows = Dataset.from_list(mixed_rows(), features=FEATURES).add_column("length", given)
