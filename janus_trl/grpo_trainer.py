@@ -85,6 +85,7 @@ class JanusGRPOTrainer(RolloutBatches, RolloutSampling, HeldOutEvaluation, Rollo
                 "folder, or set beta: 0.0."
             )
         prompts = args.generation_batch_size // args.num_generations
+        columns_known = args.task != "both" and isinstance(train_dataset, Dataset)
         processing_class = processor_for(model, processing_class)
         bind_prompt_template(processing_class, args.prompt_template)
         self.task = self.batch_task = args.task  # of the run, and of the batch that is sampled or scored
@@ -109,7 +110,7 @@ class JanusGRPOTrainer(RolloutBatches, RolloutSampling, HeldOutEvaluation, Rollo
                     _as_list(reward_funcs),
                     args.on_reward_error,
                     args.reward_timeout,
-                    *((args.task, train_dataset.column_names) if args.task != "both" else ()),
+                    *((args.task, train_dataset.column_names) if columns_known else ()),
                 ),
                 args=args,
                 train_dataset=training_rows(train_dataset, args.task, prompts, args.dynamic_sampling),

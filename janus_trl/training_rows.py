@@ -1,5 +1,7 @@
 """The data sets of a GRPO trainer in the form in which TRL samples them, for one task or both."""
 
+from collections.abc import Mapping
+
 from datasets import Dataset, IterableDataset
 
 from .data_checks import NO_STREAMING, without_pictures
@@ -16,9 +18,11 @@ def training_rows(dataset: Dataset | dict[str, Dataset], task: str, prompts: int
         numbered: add the column that `GroupFilter` needs.
 
     Raises:
-        ValueError: a streamed data set, pictures in rows to draw, or for `both` what is no data set of each task.
+        ValueError: a streamed data set, pictures in rows to draw, or for `both` what is no data set of each task, and
+            else several data sets.
     """
     _refuse_streams(dataset)
+    _refuse_several("train_dataset", dataset, task)
     if task == "both":
         check_task_datasets("train_dataset", dataset, prompts)
     dataset = _drawn_from_text("train_dataset", dataset, task)
@@ -35,6 +39,7 @@ def training_rows(dataset: Dataset | dict[str, Dataset], task: str, prompts: int
 def held_out_rows(dataset: Dataset | dict[str, Dataset] | None, task: str) -> Dataset | dict[str, Dataset] | None:
     """Rows to evaluate on, numbered; a data set per task for `both`."""
     _refuse_streams(dataset)
+    _refuse_several("eval_dataset", dataset, task)
     if dataset is not None and task == "both":
         check_task_datasets("eval_dataset", dataset)
     dataset = _drawn_from_text("eval_dataset", dataset, task)
@@ -63,6 +68,14 @@ def _drawn_from_text(name: str, dataset: Dataset | dict[str, Dataset] | None, ta
     if isinstance(dataset, dict):
         return {of: _drawn_from_text(name, part, of) for of, part in dataset.items()}
     return without_pictures(name, dataset) if task == "t2i" and dataset is not None else dataset
+
+
+def _refuse_several(name: str, dataset, task: str) -> None:
+    if isinstance(dataset, Mapping) and task != "both":
+        raise ValueError(
+            f"{name} has the keys {sorted(dataset)}, but task = {task!r} takes one datasets.Dataset. Pass one of them, "
+            "or set task: both for {'t2i': Dataset, 'i2t': Dataset}."
+        )
 
 
 def _refuse_streams(dataset) -> None:

@@ -288,6 +288,13 @@ def test_streams_are_refused_for_one_task_too(trainer_of):
         trainer_of(dataset=IterableDataset.from_generator(lambda: iter([{"prompt": "a"}])))
 
 
+@pytest.mark.parametrize("argument", ["dataset", "eval_dataset"])
+def test_several_data_sets_are_refused_for_one_task(trainer_of, argument):
+    name = {"dataset": "train_dataset"}.get(argument, argument)
+    with pytest.raises(ValueError, match=rf"{name} has the keys \['easy', 'hard'\], but task = 't2i' takes one"):
+        trainer_of(**{argument: {"easy": prompts_dataset(), "hard": prompts_dataset()}})
+
+
 def test_joined_rows_keep_their_columns_and_pictures():
     joined = join_tasks({"t2i": prompts_dataset(), "i2t": pictures_dataset()})
     assert joined["task"] == ["t2i"] * 4 + ["i2t"] * 4
