@@ -43,6 +43,8 @@ NUMBERS = [
     ("<think>The answer is 5</think> 6", 6), ("1 <answer> </answer>", 1),
     # circled digits: the answer, or what refers to a step
     ("③", 3), ("答案是③。", 3), ("Answer: (③)", 3), (r"So \boxed{③}", 3), ("<answer>③</answer>", 3),
+    ("The answer is: **3**.", 3), ("答案是：3。", 3), ("The answer is: ③", 3),
+    ("The answer is: **③**.", 3), ("答案是：③。", 3), ("So the answer is $③$.", 3),
     ("From ② we get x = 45 by ③.", 45), ("由②得 45，由③得证", 45), ("答案是45（见③）", 45),
     ("由③可知", None), ("答案是①③。", None),
     # no answer

@@ -31,10 +31,10 @@ _ANSWER_IS = (
     r"(?:(?<![^\W_])(?:answer|result|antwort|ergebnis|respuesta|réponse|risposta|resposta|ответ)|答案)"
     r"[ \t]*(?:[*_]+[ \t]*)?(?:is|was|:|=|ist|es|est|è|é|是|为)"  # linear in a run of spaces
 )
-_STATED = re.compile(rf"{_ANSWER_IS}[ \t]*[*_]*(?P<rest>[^\n]*)", re.I)
+_STATED = re.compile(rf"{_ANSWER_IS}[ \t]*:?[ \t]*[*_]*(?P<rest>[^\n]*)", re.I)
 # A circled digit is a number where it is the answer; elsewhere it refers to a step or an equation.
 _CIRCLES = re.compile(
-    rf"(?P<answer>\A\W*(?=[{CIRCLED}]\W*\Z)|\\boxed\s*\{{\s*|{_ANSWER_IS}[\s(*_]*)[{CIRCLED}](?![{CIRCLED}])"
+    rf"(?P<answer>\A\W*(?=[{CIRCLED}]\W*\Z)|\\boxed\s*\{{\s*|{_ANSWER_IS}[\s(*_:$]*)[{CIRCLED}](?![{CIRCLED}])"
     rf"|[{CIRCLED}]+",
     re.I,
 )
