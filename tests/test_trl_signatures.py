@@ -5,6 +5,7 @@ import inspect
 import pytest
 import transformers
 import trl
+import trl.data_utils
 import trl.kernels
 import trl.models.utils
 import trl.trainer.utils
@@ -33,6 +34,9 @@ SIGNATURES = {
         "start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"
     ),
     "transformers.Trainer._get_dataloader": "self dataset description batch_size sampler_fn is_training dataloader_key",
+    "transformers.Trainer.evaluation_loop": (
+        "self dataloader description prediction_loss_only ignore_keys metric_key_prefix"
+    ),
     "transformers.Trainer.get_eval_dataloader": "self eval_dataset",
     "transformers.Trainer._get_eval_sampler": "self eval_dataset",
     "transformers.Trainer._get_train_sampler": "self train_dataset",
@@ -50,6 +54,7 @@ SIGNATURES = {
     "transformers.trainer_utils.rotate_checkpoints": (
         "output_dir save_total_limit best_model_checkpoint use_mtime checkpoint_prefix"
     ),
+    "trl.data_utils.prepare_multimodal_messages": "messages images",
     "trl.trainer.utils.RepeatSampler": "data_source mini_repeat_count batch_size repeat_count shuffle seed",
     "trl.trainer.utils.nanstd": "tensor dim keepdim",
     "trl.trainer.utils.pad": "tensors padding_value padding_side pad_to_multiple_of",
