@@ -15,9 +15,9 @@ from datasets import Dataset, concatenate_datasets
 from PIL import Image, ImageOps
 from torchvision.transforms.functional import pil_to_tensor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from .modeling import JanusForInterleavedGeneration
+from .picture_decoder import PictureDecoder
 
 # What happens between the stored picture and the tokenizer; part of the cache's name, so change it with `_square`.
 PREPROCESSING = "RGB, centred square, bicubic, -1 … 1; version 1"
@@ -28,9 +28,16 @@ CONTENT_LENGTH = 1024  # a longer string is content (base64), not a path
 @torch.no_grad()
 def encode_pictures(model: JanusForInterleavedGeneration, pictures: list[Image.Image]) -> list[list[int]]:
     """VQ codes `[N]` of each picture, cropped to a square first; values are -1 … 1 as in decoding."""
-    vq = model.model.vqmodel
-    with maybe_gather_lm_head_ctx(*vq.parameters()):
-        return _encode(vq, pictures)
+    return _encode(_tokenizer(model), pictures)
+
+
+def _tokenizer(model: JanusForInterleavedGeneration) -> torch.nn.Module:
+    """The image tokenizer, whole and in float32; a copy where the model's is not (collective under ZeRO-3 then).
+
+    The nearest codes lie closer together than bfloat16 rounds their distances: 28 % of the codes of the embedded
+    world's pictures were others in it, and the loss of the checkpoint on them twice as high.
+    """
+    return PictureDecoder(model, torch.float32, keep_copy=is_deepspeed_zero3_enabled()).vq
 
 
 @torch.no_grad()
@@ -75,26 +82,25 @@ def with_image_codes(
     Args:
         cache_dir: folder of the cache; `default_cache_dir()` if None.
         batch_size: pictures that are encoded at a time.
-        device: where to encode; where the tokenizer is if None, and under ZeRO-3.
+        device: where to encode; where the tokenizer is if None.
 
     Raises:
         OSError: if another process could not leave its codes in the folder.
     """
     if dataset is None or "image" not in dataset.column_names:
         return dataset
-    vq, keys = model.model.vqmodel, picture_keys(dataset)
-    if device is not None and not is_deepspeed_zero3_enabled():
+    vq, keys = _tokenizer(model), picture_keys(dataset)
+    if device is not None:
         vq.to(device)
-    with maybe_gather_lm_head_ctx(*vq.parameters()):  # once: in here nothing is collective but the waiting
-        store = CodeStore(Path(cache_dir or default_cache_dir()) / _fingerprint(vq))
-        _fill(store, dataset, keys, lambda pictures: _encode(vq, pictures), batch_size)
+    store = CodeStore(Path(cache_dir or default_cache_dir()) / _fingerprint(vq))
+    _fill(store, dataset, keys, lambda pictures: _encode(vq, pictures), batch_size)
     column, layout = store.column(keys), dataset.format
     rest = dataset.remove_columns("image").with_format(None)
     return concatenate_datasets([rest, column], axis=1).with_format(layout["type"], **layout["format_kwargs"])
 
 
 def _fingerprint(vq: torch.nn.Module) -> str:
-    """Names a tokenizer: a hash of its weights as they are (bfloat16 gives other codes) and of the preprocessing."""
+    """Names a tokenizer: a hash of its float32 weights and of the preprocessing."""
     digest = hashlib.blake2b(f"{PREPROCESSING}, side {_side(vq)}".encode(), digest_size=16)
     for name, value in sorted(vq.state_dict().items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())

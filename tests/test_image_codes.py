@@ -22,8 +22,9 @@ def drawn(colors) -> Dataset:
 @pytest.fixture
 def encoded(model, monkeypatch):
     """The number of pictures in each call of the image tokenizer."""
-    calls, encode = [], model.model.vqmodel.encode
-    monkeypatch.setattr(model.model.vqmodel, "encode", lambda pixels: calls.append(len(pixels)) or encode(pixels))
+    calls, tokenizer = [], type(model.model.vqmodel)
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda vq, pixels: calls.append(len(pixels)) or encode(vq, pixels))
     return calls
 
 
@@ -62,16 +63,27 @@ def test_a_killed_run_goes_on_where_it_stopped(model, encoded, tmp_path, monkeyp
     assert codes == encode_pictures(model, [picture(color) for color in COLORS])
 
 
-def test_other_weights_or_another_precision_have_codes_of_their_own(model, encoded, tmp_path):
+def test_other_weights_have_codes_of_their_own(model, encoded, tmp_path):
     with_image_codes(drawn(["red"]), model, str(tmp_path))
     with torch.no_grad():
         model.model.vqmodel.quantize.embedding.weight.mul_(-1)
     codes = with_image_codes(drawn(["red"]), model, str(tmp_path))["image_codes"][0]
     assert encoded == [1, 1] and codes == encode_pictures(model, [picture("red")])[0]
-    encoded.clear()
-    model.model.vqmodel.bfloat16()
-    with_image_codes(drawn(["red"]), model, str(tmp_path))
-    assert encoded == [1] and len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_model_in_bfloat16_has_the_codes_of_its_weights_in_float32(model, tmp_path):
+    torch.manual_seed(0)
+    pixels = torch.randint(256, (8, 16, 16, 3), dtype=torch.uint8).numpy()
+    pictures = [PILImage.fromarray(noise) for noise in pixels]
+    vq = model.model.vqmodel.bfloat16().float()  # the weights of both
+    exact = encode_pictures(model, pictures)
+    vq.bfloat16()
+    batch = torch.stack([image_codes._square(noise, 16) for noise in pictures])
+    assert vq.encode(batch.bfloat16()).image_tokens.view(8, -1).tolist() != exact  # what rounding makes of them
+    rows = Dataset.from_list([row(image=noise) for noise in pictures], features=FEATURES)
+    assert with_image_codes(rows, model, str(tmp_path))["image_codes"][:] == encode_pictures(model, pictures) == exact
+    assert next(vq.parameters()).dtype == torch.bfloat16  # the model is as it was
 
 
 def test_a_picture_is_known_by_its_content_wherever_it_is_stored(model, encoded, tmp_path):
