@@ -100,7 +100,7 @@ def validated(
     if rows < -1:
         raise ValueError(f"validate_rows is {rows}; give a number of rows, 0 for none or -1 for all.")
     count = -1 if bad_rows == "skip" else rows
-    report = _from_first_process(
+    report = from_first_process(
         lambda: report_on(dataset, task, processor, name=name, rows=count, room=room, stage=stage)
     )
     if bad_rows == "error":
@@ -241,10 +241,21 @@ def first_prompt_lines(
     return lines
 
 
-def _from_first_process(make: Callable[[], Any]) -> Any:
-    """What `make` gives on the first process, on all processes: what they read may differ, what they decide may not."""
+def from_first_process(make: Callable[[], Any]) -> Any:
+    """What `make` gives on the first process, on all processes: what they read may differ, what they decide may not.
+
+    Raises:
+        ValueError: `make` raised it. All processes do, so that none waits for another that has ended.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return make()
-    box = [make() if torch.distributed.get_rank() == 0 else None]
+    box: list = [None, None]  # the value, or what is wrong
+    if torch.distributed.get_rank() == 0:
+        try:
+            box[0] = make()
+        except ValueError as error:
+            box[1] = str(error)
     torch.distributed.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise ValueError(box[1])
     return box[0]

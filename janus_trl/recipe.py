@@ -1,6 +1,8 @@
 """Recipe YAML and command line -> checked arguments, with one clear message where something is wrong."""
 
+import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +17,8 @@ from .config_checks import check_batch_sizes, did_you_mean
 
 # Hub ids of converted checkpoints, for who comes with an original one.
 CONVERTED = "deepseek-community/Janus-Pro-1B or deepseek-community/Janus-Pro-7B"
+# In which it ends the other processes of a machine when one has failed.
+SECONDS_OF_THE_LAUNCHER = 3.0
 
 
 class RecipeParser(TrlParser):
@@ -134,9 +138,15 @@ def resolve_model(name: str | None, revision: str | None = None) -> str:
 
 
 def or_exit(configure: Callable[[list[str]], Any], argv: list[str] | None) -> Any:
-    """Run `configure(argv)`; what it refuses is one message on stderr and exit code 2, without a traceback."""
+    """Run `configure(argv)`; what it refuses is one message on stderr and exit code 2, without a traceback.
+
+    The first process of a machine speaks for the others: they wait, until the launcher ends them, and speak only if it
+    found nothing wrong.
+    """
     try:
         return configure(sys.argv[1:] if argv is None else argv)
     except ValueError as error:
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+            time.sleep(SECONDS_OF_THE_LAUNCHER)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,8 +1,10 @@
-"""Training runs with rewards that hold a model, for `tests.test_rewards_distributed`.
+"""Training runs with rewards that hold a model, and checks of the scripts, for `tests.test_rewards_distributed`.
 
 A small CLIP lies in `<output>/clip`; for what is written there see `tests.distributed_scenarios`.
 """
 
+import contextlib
+import io
 import math
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from janus_trl.configs import JanusGRPOConfig
 from janus_trl.grpo_trainer import JanusGRPOTrainer
 from janus_trl.rewards import get_reward_funcs
+from janus_trl.scripts import grpo
 from tests.distributed_scenarios import run_scenarios
 from tests.distributed_worker import STEPS, Progress, rows
 
@@ -78,7 +81,26 @@ def async_raises(folder: str, output: Path, processes: int) -> dict:
     return {"message": None}
 
 
-SCENARIOS = {"clip": clip, "async_raises": async_raises}
+def script(folder: str, output: Path, processes: int) -> dict:
+    """The script in processes that were started already: it is given a file as output folder, then a dry run."""
+    (output / f"file.rank{torch.distributed.get_rank()}").touch()
+    torch.distributed.barrier()
+    recipe = ["--config", "recipes/tiny/t2i.yaml", "--max_train_rows", "32", "--max_test_rows", "4"]
+    recipe += ["--per_device_train_batch_size", "8", "--num_generations", "4"]
+    spoken, refused, status = io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(spoken), contextlib.redirect_stderr(refused):
+        start = time.perf_counter()
+        try:
+            grpo.main([*recipe, "--output_dir", str(output / "file.rank0")])
+        except SystemExit as stop:
+            status = stop.code
+        took = time.perf_counter() - start
+        planned = ["--dry_run", "true", "--accelerate_config", "zero3", "--gpu_memory_gib", "80"]
+        grpo.main([*recipe, "--output_dir", str(output / "planned"), *planned])
+    return {"status": status, "refused": refused.getvalue(), "took": took, "spoken": spoken.getvalue()}
+
+
+SCENARIOS = {"clip": clip, "async_raises": async_raises, "script": script}
 
 
 def run(name: str, folder: str, output: Path, processes: int) -> dict:

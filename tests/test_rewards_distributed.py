@@ -1,4 +1,4 @@
-"""Rewards that hold a model under ZeRO-3 on two processes: one launch runs all scenarios."""
+"""Rewards that hold a model, and the script's checks, under ZeRO-3 on two processes: one launch runs all scenarios."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def zero3(tmp_path_factory) -> Runs:
     output = tmp_path_factory.mktemp("rewards")
     save_clip(str(output / "clip"))
     build_janus(str(output / "janus"))
-    return launch(str(output / "janus"), output, ["clip", "async_raises"], "zero3", WORKER, timeout=150)
+    return launch(str(output / "janus"), output, ["clip", "async_raises", "script"], "zero3", WORKER, timeout=150)
 
 
 def test_clip_on_auto_and_on_cpu_trains_and_keeps_its_weights(zero3):
@@ -45,3 +45,21 @@ def test_an_async_reward_that_raises_on_one_rank_ends_both_within_seconds(zero3)
         assert "reward 'judge' failed on rank 1, row 0 (prompt '" in rank["message"]
         assert rank["message"].endswith("ConnectionError: the judge is gone")
         assert rank["took"] < 15 and rank["step"] == 0
+
+
+def test_what_the_first_process_refuses_ends_all_with_one_message(zero3):
+    first, second = zero3["script"]
+    for rank in (first, second):
+        assert rank["status"] == 2
+        assert [line for line in rank["refused"].splitlines() if line.startswith("error: ")] == [
+            f"error: output_dir = {zero3.output}/file.rank0 cannot be written: File exists. Choose another folder, or "
+            "make room."
+        ]
+    assert second["took"] > first["took"] + 2  # a launcher would have ended it before it repeats the message
+
+
+def test_a_dry_run_among_started_processes_counts_them_once(zero3):
+    first, second = (rank["spoken"] for rank in zero3["script"])
+    assert "4 prompts x 4 completions = 16 a rollout" in first
+    assert "(2 GPUs, ZeRO-3; full fine-tuning" in first and "fits into 80 GiB" in first
+    assert second == ""

@@ -11,6 +11,7 @@ from trl import ModelConfig
 
 from janus_trl.checkpoints import find_resume_point
 from janus_trl.data import load_training_dataset
+from janus_trl.data_report import from_first_process
 from janus_trl.hub import check_write_access
 from janus_trl.recipe import config_apart, read_recipe
 from janus_trl.script_arguments import JanusScriptArguments
@@ -56,10 +57,9 @@ def check_start(args, script: JanusScriptArguments) -> None:
     processes = (script.num_processes if script.dry_run else None) or args.world_size
     sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     find_resume_point(args.resume_from_checkpoint, args.output_dir, processes, sharded)
-    if args.process_index == 0 and not script.dry_run:
-        check_output_dir(args.output_dir)
-    if args.process_index == 0:
-        check_write_access(args, create=not script.dry_run)
+    if not script.dry_run:
+        from_first_process(lambda: check_output_dir(args.output_dir))
+    from_first_process(lambda: check_write_access(args, create=not script.dry_run))
 
 
 def check_output_dir(folder: str) -> None:
