@@ -34,13 +34,20 @@ class RecipeParser(TrlParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if flags := [word for word in unknown if word.startswith("--")]:
             raise ValueError(unknown_option(flags[0].lstrip("-").split("=")[0], vars(namespace), "command line"))
-        dry_run = getattr(namespace, "dry_run", False)
+        dry_run, started = getattr(namespace, "dry_run", False), int(os.environ.get("WORLD_SIZE", 1))
+        if dry_run and started > 1 and hasattr(namespace, "num_processes"):
+            if namespace.num_processes not in (None, started):
+                raise ValueError(
+                    f"num_processes = {namespace.num_processes}, but {started} processes were started. Leave it unset, "
+                    "or check in one process, without a launcher."
+                )
+            namespace.num_processes = started
         if dry_run and getattr(namespace, "accelerate_config", None) and not namespace.num_processes:
             from .memory_setup import machine_from  # imports TRL's trainers, which other scripts need not wait for
 
             namespace.num_processes = machine_from(namespace.accelerate_config, None).processes
         processes = getattr(namespace, "num_processes", None)
-        if processes and dry_run and hasattr(namespace, "num_generations"):
+        if processes and dry_run and started == 1 and hasattr(namespace, "num_generations"):
             # One plain process checks the batch of the run that `processes` will do: here it holds their rows.
             check_batch_sizes(
                 processes=processes,

@@ -265,6 +265,12 @@ def test_a_dry_run_takes_the_processes_of_the_accelerate_file(recipe, refused, c
     assert "no file accelerate_configs/zero9.yaml" in refused("--config", on_two, *options[:-1], "zero9")
 
 
+def test_a_dry_run_of_started_processes_is_about_as_many(recipe, refused, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = refused("--config", recipe(), "--dry_run", "true", "--num_processes", "8")
+    assert "num_processes = 8, but 2 processes were started. Leave it unset" in message
+
+
 def test_a_dry_run_refuses_a_batch_that_divides_on_one_process_alone(recipe, refused):
     fixed = {"generation_batch_size": 6, "per_device_train_batch_size": 6, "num_generations": 6}
     path = recipe(**fixed)

@@ -171,7 +171,7 @@ def memory_lines(run: GRPORun) -> list[str]:
             prompt_length=longest_prompt(rows, processor, draws=task == "t2i"),
             rows=args.generation_batch_size // machine.processes,
             # One plain process checks the batch of all (see `RecipeParser`).
-            micro_batch=args.per_device_train_batch_size // (script.num_processes or 1),
+            micro_batch=args.per_device_train_batch_size * args.world_size // machine.processes,
             task=task,
             reward_bytes=reward_bytes(script.reward_funcs),
         )
@@ -221,7 +221,8 @@ def main(argv: list[str] | None = None) -> None:
         memory = memory_lines(run) if run.script.dry_run else []
         print("\n".join([*run.report, *memory, summary(run)]))
     if run.script.dry_run:
-        print(f"The recipe is fine; a run writes to {Path(run.args.output_dir)}.")
+        if run.args.process_index == 0:
+            print(f"The recipe is fine; a run writes to {Path(run.args.output_dir)}.")
         return
     train(run, argv)
 

@@ -149,7 +149,8 @@ def main(argv: list[str] | None = None) -> None:
         held_out = f", {len(run.test)} held-out rows" if run.test is not None else ""
         print(*run.report, f"SFT ({run.script.task}): {len(run.train)} training rows{held_out}", sep="\n")
     if run.script.dry_run:
-        print(f"The recipe is fine; a run writes to {Path(run.args.output_dir)}.")
+        if run.args.process_index == 0:
+            print(f"The recipe is fine; a run writes to {Path(run.args.output_dir)}.")
         return
     trainer = train(run, argv)
     if trainer.accelerator.is_main_process and not trainer.interrupted:
