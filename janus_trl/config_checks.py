@@ -149,12 +149,20 @@ def select_backend(config) -> None:
     """Set what a machine without GPU needs, before transformers starts the process group.
 
     accelerate otherwise believes in one process, silently, when several run on CPU; and bf16 defaults to on.
+
+    Raises:
+        ValueError: bf16 with DeepSpeed on CPUs: transformers' message asks for `use_cpu`, which it must not have then.
     """
     if torch.cuda.is_available():
         return
     with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         config.ddp_backend = config.ddp_backend or "gloo"
+    if with_deepspeed and config.bf16:
+        raise ValueError(
+            f"bf16 = {config.bf16}, but no GPU is visible: DeepSpeed trains in float32 on CPU processes. Set bf16: "
+            "false, or launch with accelerate_configs/ddp.yaml."
+        )
     config.use_cpu = not with_deepspeed
     if config.bf16 is None and not config.fp16:
         config.bf16 = False

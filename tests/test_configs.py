@@ -16,6 +16,14 @@ def grpo(tmp_path):
     return lambda **settings: JanusGRPOConfig(output_dir=str(tmp_path), report_to="none", **settings)
 
 
+@pytest.mark.parametrize("config", [JanusGRPOConfig, JanusSFTConfig])
+def test_bf16_with_deepspeed_needs_a_gpu(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="bf16 = True, but no GPU is visible.*Set bf16: false"):
+        config(output_dir=str(tmp_path), report_to="none", bf16=True)
+
+
 @pytest.fixture
 def sft(tmp_path):
     return lambda **settings: JanusSFTConfig(output_dir=str(tmp_path), report_to="none", **settings)
