@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from janus_trl.checkpoints import write_manifest
 from janus_trl.modeling import JanusForInterleavedGeneration
 from janus_trl.scripts import grpo, sft
 from tests.tiny_recipes import ROOT, SFT, T2I, small_data, write_recipe
@@ -263,6 +264,19 @@ def test_a_dry_run_takes_the_processes_of_the_accelerate_file(recipe, refused, c
     grpo.main(["--config", on_two, *options, "--num_processes", "4"])
     assert "2 prompts x 8 completions = 16" in capsys.readouterr().out
     assert "no file accelerate_configs/zero9.yaml" in refused("--config", on_two, *options[:-1], "zero9")
+
+
+@pytest.mark.parametrize(("base", "script"), [(T2I, grpo), (SFT, sft)])
+def test_a_dry_run_refuses_a_checkpoint_with_the_shards_of_other_processes(base, script, recipe, refused, tmp_path):
+    folder = tmp_path / "out" / "checkpoint-2"
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text("{}")
+    write_manifest(folder, step=2, processes=2)
+    options = ["--config", recipe(base, per_device_train_batch_size=8, resume_from_checkpoint="true")]
+    options += ["--dry_run", "true", "--num_processes", "4"]
+    message = refused(*options, "--accelerate_config", "zero3", script=script)
+    assert "written by 2 processes, one DeepSpeed shard each, but this run has 4" in message
+    script.main([*options, "--accelerate_config", "ddp"])
 
 
 def test_a_dry_run_of_started_processes_is_about_as_many(recipe, refused, monkeypatch):

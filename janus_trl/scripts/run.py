@@ -13,6 +13,7 @@ from janus_trl.checkpoints import find_resume_point
 from janus_trl.data import load_training_dataset
 from janus_trl.data_report import from_first_process
 from janus_trl.hub import check_write_access
+from janus_trl.memory_setup import machine_from
 from janus_trl.recipe import config_apart, read_recipe
 from janus_trl.script_arguments import JanusScriptArguments
 from janus_trl.signals import resume_command
@@ -56,6 +57,8 @@ def check_start(args, script: JanusScriptArguments) -> None:
     """
     processes = (script.num_processes if script.dry_run else None) or args.world_size
     sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if script.dry_run and script.accelerate_config:
+        sharded = machine_from(script.accelerate_config, processes).zero_stage > 0
     find_resume_point(args.resume_from_checkpoint, args.output_dir, processes, sharded)
     if not script.dry_run:
         from_first_process(lambda: check_output_dir(args.output_dir))
