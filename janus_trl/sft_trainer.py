@@ -20,6 +20,7 @@ from .image_codes import with_image_codes
 from .loading import processor_for
 from .model_card import write_model_card
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
+from .picture_decoder import PictureDecoder
 from .prompts import bind_prompt_template
 from .reporting import guard_dashboards
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
@@ -262,7 +263,8 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
             self.accelerator.autocast(),
         ):
             base = model.get_base_model() if is_peft_model(model) else model
-            return rollout(base, self.processing_class, prompts, settings, seeds)
+            decoder = PictureDecoder(base, torch.float32)  # as `generate` and `evaluate` decode
+            return rollout(base, self.processing_class, prompts, settings, seeds, decoder=decoder)
 
 
 def prepare(

@@ -129,6 +129,22 @@ def test_a_grid_shows_held_out_pictures_after_their_reasoning(janus_folder, tmp_
     assert answers.sample_rows(2) == [] and trainer.sample_rows(0) == []
 
 
+def test_a_grid_of_a_model_in_bfloat16_is_decoded_in_float32(janus_folder, tmp_path, monkeypatch):
+    from janus_trl.picture_decoder import PictureDecoder
+
+    used, call = [], PictureDecoder.__call__
+    monkeypatch.setattr(
+        PictureDecoder,
+        "__call__",
+        lambda decoder, codes: used.append(next(decoder.vq.parameters()).dtype) or call(decoder, codes),
+    )
+    dataset = Dataset.from_list(mixed_rows()[:4], features=FEATURES)
+    weights = {"model_init_kwargs": {"dtype": "bfloat16"}}
+    trainer = sft_trainer(janus_folder, tmp_path, dataset, eval_dataset=dataset, **weights)
+    assert trainer.sample_rows(1) and used == [torch.float32]
+    assert trainer.model.dtype == torch.bfloat16
+
+
 def test_the_longest_reasoning_of_the_rows_bounds_that_of_the_samples(janus_folder, tmp_path, monkeypatch):
     from janus_trl import sft_trainer as module
 
@@ -137,7 +153,9 @@ def test_the_longest_reasoning_of_the_rows_bounds_that_of_the_samples(janus_fold
     monkeypatch.setattr(
         module,
         "rollout",
-        lambda *args: lengths.append((args[3].max_text_length, args[3].guidance_scale)) or original(*args),
+        lambda *args, **options: (
+            lengths.append((args[3].max_text_length, args[3].guidance_scale)) or original(*args, **options)
+        ),
     )
     dataset = Dataset.from_list(mixed_rows()[:4], features=FEATURES)
     sft_trainer(janus_folder, tmp_path, dataset, eval_dataset=dataset).sample_rows(4)
