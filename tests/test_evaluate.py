@@ -185,6 +185,15 @@ def test_an_adapter_whose_base_is_gone_is_refused(capsys, tmp_path):
     assert "gone/base/x: no checkpoint found" in capsys.readouterr().err
 
 
+def test_several_processes_are_refused_where_each_would_score_all_rows(capsys, monkeypatch):
+    monkeypatch.setattr(JanusForInterleavedGeneration, "from_pretrained", None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(T2I)
+    assert stop.value.code == 2
+    assert "2 processes were started, and each would score all rows" in capsys.readouterr().err
+
+
 def test_a_dry_run_loads_no_weights(capsys, monkeypatch):
     monkeypatch.setattr(JanusForInterleavedGeneration, "from_pretrained", None)
     evaluate.main([*T2I, "--dry_run", "true"])

@@ -7,6 +7,7 @@ A row's random numbers depend on `--seed` and its position alone, not on batches
 """
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -102,6 +103,12 @@ def configure(argv: list[str]) -> EvaluateArguments:
     base_checkpoint(args.model_name_or_path)
     if args.compare is not None:
         base_checkpoint(args.compare)
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started > 1 and args.benchmark is None:
+        raise ValueError(
+            f"{started} processes were started, and each would score all rows. Start evaluate without a launcher; with "
+            "benchmark it shares the pictures among several processes."
+        )
     if not args.reward_funcs and args.benchmark is None:
         raise ValueError("reward_funcs is not set. Name at least one reward, e.g. --reward_funcs pickscore.")
     return args
