@@ -35,7 +35,7 @@ from .saving import RolloutCheckpointing
 from .shared_reasoning import advantages_per_token, scored_rows
 from .signal_metrics import signal_metrics
 from .task_mixture import row_for_task, split_by_task
-from .trainable import freeze_for_task, trainable_table
+from .trainable import freeze_for_task, report_trained
 from .trainer_batches import RolloutBatches
 from .trainer_evaluation import HeldOutEvaluation
 from .trainer_sampling import RolloutSampling, sample_for_trl
@@ -131,7 +131,7 @@ class JanusGRPOTrainer(RolloutBatches, RolloutSampling, HeldOutEvaluation, Rollo
         text = self.task != "t2i" or args.max_reasoning_length > 0
         freeze_for_task(self.base_model, self.task, with_adapter=is_peft_model(self.model), text=text)
         if self.accelerator.is_main_process:
-            print(trainable_table(self.base_model))
+            report_trained(self.base_model, args.learning_rate, self.is_deepspeed_enabled)
         self._memory = PhaseMemory(self.accelerator.device)
         self._decoder = None
         if self.task != "i2t":

@@ -26,7 +26,7 @@ from .reporting import guard_dashboards
 from .sampling import Rollout, SamplingSettings, rollout, row_seed
 from .saving import Checkpointing
 from .sft_data import JointCollator, LossWeights, first_drawn, reasoning_tokens, refuse_edits, task_of
-from .trainable import freeze_for_task, trainable_table
+from .trainable import freeze_for_task, report_trained
 
 
 class JanusSFTTrainer(Checkpointing, SFTTrainer):
@@ -86,7 +86,7 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
         self.base_model.__dict__.pop("forward", None)  # TRL's fused head on the instance knows one vocabulary
         freeze_for_task(self.base_model, "both", with_adapter=is_peft_model(self.model))
         if self.accelerator.is_main_process:
-            print(trainable_table(self.base_model))
+            report_trained(self.base_model, args.learning_rate, self.is_deepspeed_enabled)
 
     @property
     def base_model(self) -> JanusForInterleavedGeneration:

@@ -1,6 +1,11 @@
 """What a task trains: freezing, and a table that says so."""
 
+import logging
+
+import torch
 from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 # Sub-modules of `JanusModel` that a task gives no gradient: left trainable they cost optimizer state and stop DDP.
 _UNUSED = {
@@ -44,6 +49,35 @@ def trainable_table(model: PreTrainedModel) -> str:
         state = f"LoRA ({trained:,} trained)" if lora else "trained" if trained else "frozen"
         lines.append(f"{name:<24}{total:>15,}  {state}")
     return "\n".join(lines)
+
+
+def report_trained(model: PreTrainedModel, learning_rate: float, has_master_weights: bool) -> None:
+    """Print `trainable_table`, and warn of `lost_updates`."""
+    print(trainable_table(model))
+    if not has_master_weights and (warning := lost_updates(model, learning_rate)):
+        logger.warning(warning)
+
+
+def lost_updates(model: PreTrainedModel, learning_rate: float) -> str | None:
+    """Why a run without float32 master weights will not learn, or None.
+
+    A step of AdamW moves a weight by about the learning rate. Beside a 16-bit weight that is less than half the gap to
+    the next one, it is rounded away (Micikevicius et al. 2018, arXiv 1710.03740, section 3.1).
+    """
+    low = [p.detach() for p in model.parameters() if p.requires_grad and p.element_size() == 2]
+    if not low:
+        return None
+    mean = sum(p.abs().sum(dtype=torch.float32).item() for p in low) / sum(p.numel() for p in low)
+    half_gap = mean * torch.finfo(low[0].dtype).eps / 4  # of a value in the middle of its binade, at least
+    if learning_rate >= half_gap:
+        return None
+    kind = str(low[0].dtype).removeprefix("torch.")
+    return (
+        f"learning_rate = {learning_rate:g}, but the trained weights are {kind}, {mean:.2g} in the mean, and steps "
+        f"below {half_gap:.1g} are rounded away: this run will learn next to nothing. Set dtype: float32, train an "
+        "adapter (use_peft: true), or launch with accelerate_configs/zero2.yaml or zero3.yaml, where DeepSpeed keeps "
+        "float32 copies."
+    )
 
 
 def _size(parameter) -> int:
