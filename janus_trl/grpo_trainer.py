@@ -12,6 +12,7 @@ from transformers import JanusProcessor, PreTrainedModel
 from trl import GRPOTrainer
 
 from .configs import JanusGRPOConfig
+from .data_report import from_first_process
 from .engine import DecodeEngine
 from .entropy_control import EntropyControl
 from .group_filtering import GroupFilter
@@ -77,8 +78,7 @@ class JanusGRPOTrainer(RolloutBatches, RolloutSampling, HeldOutEvaluation, Rollo
     ):
         check_model(model)
         check_entropy_targets(args, model_config(model, args.model_init_kwargs))
-        if args.process_index == 0:
-            check_write_access(args)
+        from_first_process(lambda: check_write_access(args))
         if args.beta != 0.0 and peft_config is None and not model_name(model):
             raise ValueError(
                 f"beta = {args.beta} needs a reference model, but the model was built in memory. Save it and pass the "

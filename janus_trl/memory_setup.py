@@ -1,5 +1,6 @@
 """What a memory plan is made for: the machine, the settings of a run, and what its data and rewards add."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ def machine_from(config: str | None, processes: int | None) -> Machine:
     """The machine of an accelerate file (a path, or a name in accelerate_configs/), or of the running launcher.
 
     Raises:
-        ValueError: if there is no such file; lists those in accelerate_configs/.
+        ValueError: if there is no such file (lists those in accelerate_configs/), or not the one that it names.
     """
     env = os.environ
     if config is None:
@@ -61,14 +62,23 @@ def machine_from(config: str | None, processes: int | None) -> Machine:
             f"{', '.join(names) or 'none'}.{did_you_mean(config, names)}"
         )
     content = yaml.safe_load(path.read_text())
-    zero = content.get("deepspeed_config") or {}
     return Machine(
         processes or content.get("num_processes", 1),
-        zero.get("zero_stage", 0),
-        zero.get("offload_optimizer_device") == "cpu",
-        zero.get("offload_param_device") == "cpu",
+        *_sharding(content.get("deepspeed_config") or {}),
         gpu=not content.get("use_cpu", False),
     )
+
+
+def _sharding(zero: dict) -> tuple[int, bool, bool]:
+    """Stage, and whether optimizer and weights are offloaded, of the `deepspeed_config` of an accelerate file."""
+    if file := zero.get("deepspeed_config_file"):
+        if not Path(file).is_file():
+            raise ValueError(f"deepspeed_config_file = {file} of the accelerate file does not exist.")
+        settings = json.loads(Path(file).read_text()).get("zero_optimization", {})
+        devices = [settings.get(f"offload_{what}", {}).get("device") for what in ("optimizer", "param")]
+        return settings.get("stage", 0), devices[0] == "cpu", devices[1] == "cpu"
+    devices = [zero.get(f"offload_{what}_device") for what in ("optimizer", "param")]
+    return zero.get("zero_stage", 0), devices[0] == "cpu", devices[1] == "cpu"
 
 
 @dataclass(frozen=True)

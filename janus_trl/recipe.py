@@ -144,6 +144,24 @@ def resolve_model(name: str | None, revision: str | None = None) -> str:
     return name
 
 
+def refuse_launcher(script: str, work: str, hint: str = "") -> None:
+    """For scripts that do not share their work among processes.
+
+    Args:
+        script: its name.
+        work: what each process would do.
+        hint: what else is possible.
+
+    Raises:
+        ValueError: a launcher started several processes.
+    """
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started > 1:
+        raise ValueError(
+            f"{started} processes were started, and each would {work}. Start {script} without a launcher{hint}."
+        )
+
+
 def or_exit(configure: Callable[[list[str]], Any], argv: list[str] | None) -> Any:
     """Run `configure(argv)`; what it refuses is one message on stderr and exit code 2, without a traceback.
 

@@ -15,6 +15,7 @@ from trl import SFTTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from .configs import JanusSFTConfig
+from .data_report import from_first_process
 from .hub import check_write_access
 from .image_codes import with_image_codes
 from .loading import processor_for
@@ -54,8 +55,7 @@ class JanusSFTTrainer(Checkpointing, SFTTrainer):
         callbacks: list | None = None,
         peft_config: PeftConfig | None = None,
     ):
-        if args.process_index == 0:
-            check_write_access(args)
+        from_first_process(lambda: check_write_access(args))
         processing_class = processor_for(model, processing_class)
         bind_prompt_template(processing_class, args.prompt_template)
         refuse_edits(train_dataset, "train_dataset")

@@ -210,6 +210,17 @@ def test_the_machine_is_that_of_the_accelerate_file(name, machine, monkeypatch):
     assert not machine_from("cpu", None).gpu
 
 
+def test_the_machine_of_an_accelerate_file_that_names_one_of_deepspeed(tmp_path):
+    settings, file = tmp_path / "zero.json", tmp_path / "own.yaml"
+    file.write_text(f"num_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: {settings}\n")
+    with pytest.raises(ValueError, match="deepspeed_config_file = .*zero.json of the accelerate file does not exist"):
+        machine_from(str(file), None)
+    settings.write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
+    assert machine_from(str(file), None) == Machine(2, 3, offload_optimizer=True)
+    settings.write_text('{"zero_optimization": {"stage": 2}}')
+    assert machine_from(str(file), 4) == Machine(4, 2)
+
+
 def test_the_machine_of_a_running_launcher_is_in_its_environment(monkeypatch):
     for name, value in (
         ("USE_DEEPSPEED", "true"),

@@ -1,5 +1,6 @@
 """The scripts before a run: what is refused and how, and what a dry run says."""
 
+import importlib
 import json
 from functools import partial
 from pathlib import Path
@@ -277,6 +278,22 @@ def test_a_dry_run_refuses_a_checkpoint_with_the_shards_of_other_processes(base,
     message = refused(*options, "--accelerate_config", "zero3", script=script)
     assert "written by 2 processes, one DeepSpeed shard each, but this run has 4" in message
     script.main([*options, "--accelerate_config", "ddp"])
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "work"),
+    [
+        ("merge", ["--adapter", "a", "--output_dir", "o"], "write the merged model"),
+        ("score", ["--rewards", "jpeg_size", "--images", "x.png"], "score all rows"),
+        ("convert", ["--input", "a", "--output", "o"], "write the converted model"),
+    ],
+)
+def test_scripts_that_do_not_share_their_work_refuse_several_processes(name, argv, work, refused, monkeypatch):
+    script = importlib.import_module(f"janus_trl.scripts.{name}")
+    assert "2 processes were started" not in refused(*argv, script=script)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = refused(*argv, script=script)
+    assert f"2 processes were started, and each would {work}. Start {name} without a launcher." in message
 
 
 def test_a_dry_run_of_started_processes_is_about_as_many(recipe, refused, monkeypatch):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from janus_trl.conversion import Conversion, convert_checkpoint, local_folder
-from janus_trl.recipe import or_exit, parse_recipe
+from janus_trl.recipe import or_exit, parse_recipe, refuse_launcher
 
 
 @dataclass
@@ -31,6 +31,7 @@ class ConvertArguments:
 def run(argv: list[str]) -> Conversion:
     """Parse, check and convert; a ValueError says what is wrong, before anything is written."""
     (args,) = parse_recipe((ConvertArguments,), argv)
+    refuse_launcher("convert", "write the converted model")
     folder = local_folder(args.input, args.revision)
     return convert_checkpoint(folder, Path(args.output), args.template, int(args.max_shard_gb * 1e9))
 

@@ -7,7 +7,6 @@ A row's random numbers depend on `--seed` and its position alone, not on batches
 """
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from janus_trl.data_report import validated
 from janus_trl.evaluation import GRID_ROWS, Scored, call_rewards, compare, figures, weighted_totals
 from janus_trl.inference import TEXT_LENGTHS, base_checkpoint, decode_engine, load, picture_decoder, usual_text_length
 from janus_trl.prompts import prompt_template, user_text
-from janus_trl.recipe import or_exit, parse_recipe
+from janus_trl.recipe import or_exit, parse_recipe, refuse_launcher
 from janus_trl.rewards import RewardSet, check_reward_rows, get_reward_funcs
 from janus_trl.sampling import Rollout, SamplingSettings, rollout, row_seed
 from janus_trl.script_arguments import JanusScriptArguments
@@ -103,12 +102,9 @@ def configure(argv: list[str]) -> EvaluateArguments:
     base_checkpoint(args.model_name_or_path)
     if args.compare is not None:
         base_checkpoint(args.compare)
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    if started > 1 and args.benchmark is None:
-        raise ValueError(
-            f"{started} processes were started, and each would score all rows. Start evaluate without a launcher; with "
-            "benchmark it shares the pictures among several processes."
-        )
+    if args.benchmark is None:
+        hint = "; with benchmark it shares the pictures among several processes"
+        refuse_launcher("evaluate", "score all rows", hint)
     if not args.reward_funcs and args.benchmark is None:
         raise ValueError("reward_funcs is not set. Name at least one reward, e.g. --reward_funcs pickscore.")
     return args

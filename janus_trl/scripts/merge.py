@@ -9,7 +9,7 @@ from janus_trl.adapter_files import adapter_base, adapter_folder
 from janus_trl.config_checks import one_of
 from janus_trl.merging import merge
 from janus_trl.model_card import merged_card
-from janus_trl.recipe import or_exit, parse_recipe, resolve_model
+from janus_trl.recipe import or_exit, parse_recipe, refuse_launcher, resolve_model
 from janus_trl.weight_files import ADAPTER
 
 DTYPES = ("float32", "bfloat16")
@@ -37,6 +37,7 @@ def configure(argv: list[str]) -> MergeArguments:
         ValueError: what is wrong and how to mend it.
     """
     (args,) = parse_recipe((MergeArguments,), argv)
+    refuse_launcher("merge", "write the merged model")
     one_of(args, "dtype", DTYPES)
     for name in ("adapter", "output_dir"):
         if not getattr(args, name):

@@ -23,7 +23,7 @@ from transformers import TrainerState
 from janus_trl.config_checks import at_least
 from janus_trl.data import load_image
 from janus_trl.evaluation import call_all
-from janus_trl.recipe import RecipeParser, or_exit, read_recipe
+from janus_trl.recipe import RecipeParser, or_exit, read_recipe, refuse_launcher
 from janus_trl.rewards import REGISTERED_REWARDS, RewardSet, check_reward_rows, get_reward_funcs, parse_reward_specs
 from janus_trl.rewards.calling import named_parameters, wrapped_reward
 
@@ -68,6 +68,7 @@ def configure(argv: list[str]) -> tuple[ScoreArguments, list[dict[str, Any]], Re
     # transformers' parser reserves the name `config` for a file of the script's own arguments.
     argv = ["--recipe" + word.removeprefix("--config") if word.split("=")[0] == "--config" else word for word in argv]
     (args,) = RecipeParser((ScoreArguments,)).parse_args_into_dataclasses(argv)
+    refuse_launcher("score", "score all rows")
     specs = recipe_specs(args.recipe) if args.recipe else [read_spec(spec) for spec in args.rewards]
     rows = read_rows(args)
     columns = sorted(set().union(*rows) - {"image"})
