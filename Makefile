@@ -95,7 +95,7 @@ test: install-dev  ## run the tests, except the slow ones
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: install-dev  ## run the slow tests (several processes, longer training)
-	$(PYTHON) -m pytest -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m slow $(ARGS)
 
 style: install-dev  ## lint and format with ruff
 	$(PYTHON) -m ruff check --fix .
