@@ -1,15 +1,10 @@
 """The memory plan against counts by hand, and what a dry run says."""
 
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from peft import get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import JanusConfig
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 from trl import ModelConfig
@@ -17,14 +12,13 @@ from trl import ModelConfig
 from janus_trl import memory_parts as parts
 from janus_trl.configs import JanusGRPOConfig
 from janus_trl.memory_plan import PHASES, plan_memory
-from janus_trl.memory_setup import GIB, Machine, Run, machine_from, reward_bytes
-from janus_trl.modeling import JanusForInterleavedGeneration, bind_special_ids
+from janus_trl.memory_setup import GIB, Machine, Run
+from janus_trl.modeling import JanusForInterleavedGeneration
 from janus_trl.rollout_memory import cache_bytes
 from janus_trl.scripts import grpo
 from janus_trl.tiny import datasets as tiny_datasets
 from tests.grpo import lora
 from tests.joint import joint_batch, score
-from tests.tiny import build_config, build_processor
 
 ROOT = Path(__file__).parent.parent
 HIDDEN, LAYERS, MLP, VOCABULARY, CODES = 4096, 30, 11008, 102400, 576
@@ -185,69 +179,6 @@ def test_checkpoints_are_those_that_autograd_keeps(model):
     assert planned == pytest.approx(found, rel=0.5)
 
 
-def test_rewards_known_by_name_count_where_they_are_on_the_gpu():
-    whole = reward_bytes(["pickscore", "format"])
-    assert whole == 4 * 986_109_441
-    assert reward_bytes([{"name": "pickscore", "args": {"dtype": "bfloat16"}}]) == whole / 2
-    assert reward_bytes([{"name": "pickscore", "args": {"device": "cpu"}}, "my_module:reward"]) == 0
-
-
-# ---- settings -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "machine"),
-    [
-        ("zero3", Machine(8, 3)),
-        ("zero2", Machine(8, 2)),
-        ("ddp", Machine(8)),
-        ("zero3_offload", Machine(8, 3, True, True)),
-    ],
-)
-def test_the_machine_is_that_of_the_accelerate_file(name, machine, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert machine_from(name, 8) == machine == machine_from(f"accelerate_configs/{name}.yaml", 8)
-    assert not machine_from("cpu", None).gpu
-
-
-def test_the_machine_of_an_accelerate_file_that_names_one_of_deepspeed(tmp_path):
-    settings, file = tmp_path / "zero.json", tmp_path / "own.yaml"
-    file.write_text(f"num_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: {settings}\n")
-    with pytest.raises(ValueError, match="deepspeed_config_file = .*zero.json of the accelerate file does not exist"):
-        machine_from(str(file), None)
-    settings.write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
-    assert machine_from(str(file), None) == Machine(2, 3, offload_optimizer=True)
-    settings.write_text('{"zero_optimization": {"stage": 2}}')
-    assert machine_from(str(file), 4) == Machine(4, 2)
-
-
-def test_the_machine_of_a_running_launcher_is_in_its_environment(monkeypatch):
-    for name, value in (
-        ("USE_DEEPSPEED", "true"),
-        ("DEEPSPEED_ZERO_STAGE", "3"),
-        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
-    ):
-        monkeypatch.setenv(f"ACCELERATE_{name}", value)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert machine_from(None, None) == Machine(4, 3, offload_optimizer=True)
-
-
-def test_a_run_is_read_from_the_recipe(tmp_path):
-    args = JanusGRPOConfig(
-        str(tmp_path),
-        beta=0.1,
-        num_generations=4,
-        per_device_train_batch_size=8,
-        guidance_scale=1.0,
-        rollout_batch_size=2,
-        bf16=False,
-    )
-    run = Run.of(args, ModelConfig(dtype="bfloat16", use_peft=True, lora_r=4, lora_target_modules=["q_proj"]), 10, 8, 4)
-    assert (run.micro_batch, run.rows, run.group, run.rollout_batch_size, run.prompt_length) == (4, 8, 4, 2, 10)
-    assert run.reference and not run.guided and run.weight_bytes == 2
-    assert run.lora_rank == 4 and run.lora_targets == ("q_proj",)
-
-
 # ---- what is said ---------------------------------------------------------------------------------------------------
 
 
@@ -295,75 +226,6 @@ def test_an_unknown_accelerate_file_is_refused_with_the_nearest_name(recipe, cap
 def test_make_tells_the_dry_run_which_file_it_will_launch_with():
     line = [line for line in (ROOT / "Makefile").read_text().splitlines() if "--dry_run true" in line]
     assert line and all('--accelerate_config "$$name"' in text for text in line)
-
-
-# ---- against allocations --------------------------------------------------------------------------------------------
-
-
-class Live(TorchDispatchMode):
-    """Bytes of the storages that operations made and that are alive, and the most there were."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.live = self.peak = 0
-        self.kept = [tensor.untyped_storage() for tensor in known]
-        self.seen = WeakIdKeyDictionary({storage: None for storage in self.kept})
-
-    def _free(self, size: int) -> None:
-        self.live -= size
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage() not in self.seen:
-                storage = leaf.untyped_storage()
-                self.seen[storage] = None
-                self.live += storage.nbytes()
-                weakref.finalize(storage, self._free, storage.nbytes())
-        self.peak = max(self.peak, self.live)
-        return out
-
-
-def wide_config(layers: int) -> JanusConfig:
-    config = build_config(build_processor())
-    text, width = config.text_config, 256
-    text.hidden_size = config.vq_config.projection_dim = config.vq_config.image_token_embed_dim = width
-    config.vision_config.projection_dim = width
-    text.intermediate_size, text.num_hidden_layers, text.vocab_size = 704, layers, 128
-    return config
-
-
-def backward_peak(layers: int, rows: int = 8) -> tuple[int, int]:
-    """Peak of a backward in bf16 with adapters and checkpoints above weights and gradients, and what is planned."""
-    torch.manual_seed(0)
-    processor, config = build_processor(), wide_config(layers)
-    model = JanusForInterleavedGeneration(config).to(torch.bfloat16)
-    ids = processor.tokenizer
-    generation = model.generation_config
-    generation.pad_token_id, generation.bos_token_id, generation.eos_token_id = ids.pad_token_id, ids.bos_token_id, 2
-    bind_special_ids(model, processor)
-    peft = get_peft_model(model, lora(), autocast_adapter_dtype=False)
-    peft.enable_input_require_grads()
-    model.gradient_checkpointing_enable()
-    peft.train()
-    codes = model.vocab_size + torch.randint(0, 16, (rows, 16))
-    batch = torch.cat([torch.randint(10, 100, (rows, 48)), codes], 1)
-    labels = batch.clone()
-    labels[:, :48] = -100
-    watch = Live([*peft.parameters(), *peft.buffers()])
-    with watch, torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = score(peft, batch, torch.ones_like(batch), labels, guidance_scale=5.0).loss
-    watch.peak = 0
-    with watch:
-        loss.backward()
-    size = parts.Batch(rows, 2, batch.shape[1], 16, 0, lora_bytes=2)
-    return watch.peak, sum(parts.backbone_bytes(config, size))
-
-
-def test_planned_activations_are_those_that_a_backward_allocates():
-    (few, planned_few), (many, planned_many) = map(backward_peak, (2, 6))
-    assert planned_few == pytest.approx(few, rel=0.15)
-    assert planned_many - planned_few == pytest.approx(many - few, rel=0.15)  # a checkpoint a layer
 
 
 def test_conditional_log_probs_are_sampled_from_both_streams(janus_7b, tmp_path):

@@ -1,6 +1,5 @@
-"""Rewards on open_clip models and the aesthetic head, small random weights: formulas, files, placement, self-test."""
+"""Rewards on open_clip models, small random weights: formulas, files, placement, self-test."""
 
-import asyncio
 import inspect
 
 import numpy as np
@@ -8,9 +7,7 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
-from transformers import CLIPModel, CLIPProcessor
 
-from janus_trl.evaluation import call_rewards
 from janus_trl.rewards import get_reward_funcs
 from janus_trl.rewards.captions import captions_of
 from janus_trl.rewards.placement import FrozenModel, Placement, preprocess
@@ -181,60 +178,6 @@ def test_weights_of_another_model_or_no_weights_at_all_end_the_start(open_model,
         assert "\n" not in str(error.value)
 
 
-# ---------------------------------------------------------------------------------------------------------- aesthetic
-
-LAYERS = {0: (8, 12), 2: (12, 6), 4: (6, 4), 6: (4, 3), 7: (3, 1)}  # numbered as in the published file
-
-
-def save_head(path, layers=LAYERS, prefix="layers.{}.") -> str:
-    torch.manual_seed(1)
-    state = {}
-    for number, (width, out) in layers.items():
-        name = prefix.format(number)
-        state |= {f"{name}weight": torch.randn(out, width), f"{name}bias": torch.randn(out)}
-    torch.save(state, path)
-    return str(path)
-
-
-@pytest.mark.parametrize("kind", ["mlp", "linear"])
-def test_aesthetic_is_the_head_on_unit_picture_features(clip_folder, tmp_path, kind):
-    layers, prefix = (LAYERS, "layers.{}.") if kind == "mlp" else ({0: (8, 1)}, "")
-    head = save_head(tmp_path / "head.pth", layers, prefix)
-    values = score(build("aesthetic", head=head, model=clip_folder, batch_size=4))
-    model, processor = CLIPModel.from_pretrained(clip_folder).eval(), CLIPProcessor.from_pretrained(clip_folder)
-    state, expected = torch.load(head), []
-    for picture in pictures(len(PROMPTS)):
-        pixels = processor.image_processor(images=picture, return_tensors="pt")["pixel_values"]
-        with torch.no_grad():
-            x = model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output[0])
-            x = x / x.norm()
-            for number in layers:
-                x = state[prefix.format(number) + "weight"] @ x + state[prefix.format(number) + "bias"]
-        expected.append(x.item())
-    assert values == pytest.approx(expected, abs=1e-4) and np.std(expected) > 0.01
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ({0: (9, 1)}, r"head '.*' has 9 -> 1; the CLIP model's features have width 8"),
-        ({0: (8, 4), 2: (4, 2)}, "8 -> 4, 4 -> 2"),
-        ({0: (8, 4), 2: (5, 1)}, "8 -> 4, 5 -> 1"),
-        ({}, "no linear layers"),
-    ],
-)
-def test_heads_that_do_not_fit_are_refused(clip_folder, tmp_path, layers, message):
-    head = save_head(tmp_path / "head.pth", layers)
-    with pytest.raises(ValueError, match=message):
-        build("aesthetic", head=head, model=clip_folder).load()
-
-
-def test_a_file_that_is_no_head_is_refused(clip_folder, tmp_path):
-    (tmp_path / "head.pth").write_bytes(b"no")
-    with pytest.raises(ValueError, match="reward 'aesthetic': head .* cannot be read"):
-        build("aesthetic", head=str(tmp_path / "head.pth"), model=clip_folder).load()
-
-
 # ---------------------------------------------------------------------------------------------------------- captions
 
 
@@ -309,59 +252,6 @@ def test_neural_rewards_are_tested_on_two_pictures_before_training(weights, open
     torch.save(state, tmp_path / "nan.pt")
     with pytest.raises(ValueError, match=r"failed its self-test .*: the scores are \[nan, nan\]"):
         build("hps_v2", checkpoint=str(tmp_path / "nan.pt"), model=OPEN_CLIP_NAME).load()
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ("swapped", "failed its self-test .*: AttributeError"),
-        ([1.0], "failed its self-test .*returned 1 values; expected a list of 2"),
-        ([1.0, None], r"the scores are \[1.0, None\]"),
-        ([0.5, 0.5], "both score 0.5"),
-    ],
-)
-def test_a_scorer_of_ones_own_that_fails_its_self_test_ends_the_start(result, message):
-    class Mine:
-        self_test = True
-
-        def __call__(self, prompts, generated_images):
-            if result == "swapped":
-                return [caption.size for caption in prompts]
-            return result
-
-    with pytest.raises(ValueError, match=f"reward 'Mine' {message}" if "self-test" in message else message):
-        get_reward_funcs(Mine).load()
-    Mine.self_test = False
-    get_reward_funcs(Mine).load()
-
-
-def test_an_async_scorer_is_tested_too():
-    class Mine:
-        self_test = True
-
-        async def __call__(self, generated_images):
-            return [float(np.asarray(image, dtype=float).std()) for image in generated_images]
-
-    get_reward_funcs(Mine).load()
-
-
-def test_a_client_that_the_self_test_opens_is_open_at_the_next_call():
-    loops = []
-
-    class Mine:
-        self_test = True
-
-        async def __call__(self, generated_images):
-            loops.append(asyncio.get_running_loop())
-            assert not loops[0].is_closed() and loops[0] is loops[-1]
-            return [float(np.asarray(image, dtype=float).std()) for image in generated_images]
-
-    rewards = get_reward_funcs(Mine)
-    rewards.load()
-    rewards.load()
-    images = [Image.new("RGB", (8, 8))]
-    assert call_rewards(rewards, [{"prompt": "x"}], ["x"], [[1]], images) == [[0.0]]
-    assert len(loops) == 3
 
 
 def test_blank_pictures_alone_do_not_fail(weights):

@@ -1,4 +1,4 @@
-"""The format reward with several tags and with lengths (one tag: test_rewards.py)."""
+"""The format reward with one tag, with several, and with lengths."""
 
 import pytest
 
@@ -7,6 +7,32 @@ from janus_trl.rewards import get_reward_funcs
 
 def reward_of(name: str, **args):
     return get_reward_funcs({"name": name, "args": args}).funcs[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<answer>B</answer>", 1.0),
+        ("reasons\n<answer>\nB\n</answer> done", 1.0),
+        ("B", 0.0),
+        ("", 0.0),
+        ("<answer>B", 0.0),
+        ("B</answer>", 0.0),
+        ("</answer>B<answer>", 0.0),
+        ("<answer> </answer>", 0.0),
+        ("<answer>A</answer><answer>B</answer>", 0.0),
+        ("<answer>A<answer>B</answer>", 0.0),
+    ],
+)
+def test_format_wants_exactly_one_tagged_block(text, score):
+    reward = get_reward_funcs("format").funcs[0]
+    assert reward(prompts=[""], completions=[text]) == [score]
+    assert reward(prompts=[""], completions=[[{"role": "assistant", "content": text}]]) == [score]
+
+
+def test_format_takes_another_tag():
+    reward = get_reward_funcs({"name": "format", "args": {"tag": "plan"}}).funcs[0]
+    assert reward(prompts=["", ""], completions=["<plan>x</plan>", "<answer>x</answer>"]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
