@@ -34,7 +34,7 @@ class RecipeParser(TrlParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if flags := [word for word in unknown if word.startswith("--")]:
             raise ValueError(unknown_option(flags[0].lstrip("-").split("=")[0], vars(namespace), "command line"))
-        dry_run, started = getattr(namespace, "dry_run", False), int(os.environ.get("WORLD_SIZE", 1))
+        dry_run, started = getattr(namespace, "dry_run", False), started_processes()
         if dry_run and started > 1 and hasattr(namespace, "num_processes"):
             if namespace.num_processes not in (None, started):
                 raise ValueError(
@@ -144,6 +144,11 @@ def resolve_model(name: str | None, revision: str | None = None) -> str:
     return name
 
 
+def started_processes() -> int:
+    """Of this run, over all machines; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def refuse_launcher(script: str, work: str, hint: str = "") -> None:
     """For scripts that do not share their work among processes.
 
@@ -155,8 +160,7 @@ def refuse_launcher(script: str, work: str, hint: str = "") -> None:
     Raises:
         ValueError: a launcher started several processes.
     """
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    if started > 1:
+    if (started := started_processes()) > 1:
         raise ValueError(
             f"{started} processes were started, and each would {work}. Start {script} without a launcher{hint}."
         )

@@ -39,6 +39,17 @@ def model(janus_folder, processor):
 
 
 @pytest.fixture
+def within_zero3():
+    """As in a process of a ZeRO-3 run: transformers shards what it builds or loads."""
+    from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    assert is_deepspeed_zero3_enabled()
+    yield config  # it holds as long as the object lives
+    del config
+
+
+@pytest.fixture
 def trainer_of(janus_folder, tmp_path):
     """Builds a trainer with settings for a CPU and four completions a step."""
     from janus_trl.configs import JanusGRPOConfig

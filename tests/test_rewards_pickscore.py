@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
-from transformers.integrations import deepspeed as integration
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from benchmarks.rewards import build_clip, clip_processor
 from benchmarks.rewards import main as rewards_benchmark
@@ -106,53 +106,34 @@ def test_half_precision_is_close(clip_folder):
     assert any(value != torch.tensor(value).bfloat16().item() for value in half)  # compared in float32
 
 
-def test_whole_weights_are_loaded_under_zero3(clip_folder):
-    class Config:
-        def is_zero3(self):
-            return True
-
-    config = Config()
-    integration.set_hf_deepspeed_config(config)
-    try:
-        assert integration.is_deepspeed_zero3_enabled()
-        with outside_zero_init():
-            assert not integration.is_deepspeed_zero3_enabled()
-        reward = PickScore(model=clip_folder, processor=clip_folder)
-        reward.load()
-        assert integration.is_deepspeed_zero3_enabled()  # as before, for the policy
-        with reward.clip.ready() as clip:
-            assert all(parameter.numel() for parameter in clip.module.parameters())
-        with pytest.raises(KeyError), outside_zero_init():
-            raise KeyError
-        assert integration.is_deepspeed_zero3_enabled()
-    finally:
-        integration.unset_hf_deepspeed_config()
+def test_whole_weights_are_loaded_under_zero3(clip_folder, within_zero3):
+    with outside_zero_init():
+        assert not is_deepspeed_zero3_enabled()
+    reward = PickScore(model=clip_folder, processor=clip_folder)
+    reward.load()
+    assert is_deepspeed_zero3_enabled()  # as before, for the policy
+    with reward.clip.ready() as clip:
+        assert all(parameter.numel() for parameter in clip.module.parameters())
+    with pytest.raises(KeyError), outside_zero_init():
+        raise KeyError
+    assert is_deepspeed_zero3_enabled()
 
 
-def test_rewards_of_the_users_own_are_built_and_loaded_outside_of_zero3():
+def test_rewards_of_the_users_own_are_built_and_loaded_outside_of_zero3(within_zero3):
     class Mine:
         def __init__(self):
-            self.sharded = [integration.is_deepspeed_zero3_enabled()]
+            self.sharded = [is_deepspeed_zero3_enabled()]
 
         def load(self):
-            self.sharded.append(integration.is_deepspeed_zero3_enabled())
+            self.sharded.append(is_deepspeed_zero3_enabled())
 
         def __call__(self, completions, **columns):
             return [0.0] * len(completions)
 
-    class Config:
-        def is_zero3(self):
-            return True
-
-    config = Config()
-    integration.set_hf_deepspeed_config(config)
-    try:
-        rewards = get_reward_funcs(Mine)
-        rewards.load()
-        assert wrapped_reward(rewards.funcs[0]).sharded == [False, False]
-        assert integration.is_deepspeed_zero3_enabled()  # as before, for the policy
-    finally:
-        integration.unset_hf_deepspeed_config()
+    rewards = get_reward_funcs(Mine)
+    rewards.load()
+    assert wrapped_reward(rewards.funcs[0]).sharded == [False, False]
+    assert is_deepspeed_zero3_enabled()  # as before, for the policy
 
 
 def test_empty_and_meta_weights_are_refused_with_the_rewards_name():
