@@ -145,6 +145,11 @@ def check_batch_sizes(
     )
 
 
+def started_processes() -> int:
+    """Of this run, over all machines; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def select_backend(config) -> None:
     """Set what a machine without GPU needs, before transformers starts the process group.
 
@@ -156,7 +161,7 @@ def select_backend(config) -> None:
     if torch.cuda.is_available():
         return
     with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if started_processes() > 1:
         config.ddp_backend = config.ddp_backend or "gloo"
     if with_deepspeed and config.bf16:
         raise ValueError(
@@ -170,7 +175,7 @@ def select_backend(config) -> None:
 
 def check_world_size(config) -> None:
     """Refuse to train as several independent processes that each believe to be alone."""
-    started = int(os.environ.get("WORLD_SIZE", 1))
+    started = started_processes()
     if config.world_size != started:
         raise ValueError(
             f"{started} processes were started, but accelerate sees {config.world_size}. "

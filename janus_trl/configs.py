@@ -1,6 +1,5 @@
 """Arguments of the trainers, refused before weights load where they cannot work."""
 
-import os
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig, SFTConfig
@@ -17,6 +16,7 @@ from .config_checks import (
     one_of,
     refuse_unsupported,
     select_backend,
+    started_processes,
 )
 from .loss_checks import check_loss_options
 from .sampling_checks import check_images_per_reasoning, check_rows_of_a_process, check_task_proportions
@@ -204,7 +204,7 @@ class JanusGRPOConfig(GRPOConfig):
     def __post_init__(self):
         self._check_fields()
         check_batch_sizes(
-            processes=int(os.environ.get("WORLD_SIZE", 1)),
+            processes=started_processes(),
             per_device=self.per_device_train_batch_size,
             accumulation=self.gradient_accumulation_steps,
             steps_per_generation=self.steps_per_generation,

@@ -121,7 +121,8 @@ def _merged_weight(module: torch.nn.Module) -> torch.Tensor:
         if adapter in module.lora_A:
             delta = module.get_delta_weight(adapter).float()
             if adapter in module.lora_magnitude_vector:
-                adapted, lengths = frozen + delta, module.lora_magnitude_vector[adapter].weight.float()
-                delta = adapted * (lengths / adapted.norm(dim=1)).unsqueeze(1) - frozen
+                dora = module.lora_magnitude_vector[adapter]
+                factor = dora.weight.float() / dora.get_weight_norm(frozen, delta, scaling=1)
+                delta = factor.unsqueeze(1) * (frozen + delta) - frozen
             weight = weight + delta
     return weight

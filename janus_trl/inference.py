@@ -1,7 +1,6 @@
 """A checkpoint ready to sample outside of training: model, processor, decode engine, and which process this is."""
 
 import hashlib
-import os
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from transformers import JanusProcessor
 
 from .adapter_files import adapter_base, adapter_folder, is_adapter, model_file
 from .checkpoints import MANIFEST, read_manifest
+from .config_checks import started_processes
 from .engine import DecodeEngine
 from .engine_buffers import supports
 from .modeling import JanusForInterleavedGeneration, bind_special_ids
@@ -75,7 +75,7 @@ def picture_decoder(model: JanusForInterleavedGeneration) -> PictureDecoder:
 
 def this_process() -> tuple[int, int]:
     """Index of this process and their number, as started by `accelerate launch`; selects the GPU of this process."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if started_processes() == 1:
         return 0, 1
     state = PartialState(cpu=not torch.cuda.is_available())
     return state.process_index, state.num_processes

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from trl import TrlParser
 
 from .adapter_files import is_adapter
-from .config_checks import check_batch_sizes, did_you_mean
+from .config_checks import check_batch_sizes, did_you_mean, started_processes
 
 # Hub ids of converted checkpoints, for who comes with an original one.
 CONVERTED = "deepseek-community/Janus-Pro-1B or deepseek-community/Janus-Pro-7B"
@@ -142,11 +142,6 @@ def resolve_model(name: str | None, revision: str | None = None) -> str:
     if kind != "janus":
         raise ValueError(f"model_name_or_path = {name} has model_type {kind!r}; it must be 'janus', e.g. {CONVERTED}.")
     return name
-
-
-def started_processes() -> int:
-    """Of this run, over all machines; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def refuse_launcher(script: str, work: str, hint: str = "") -> None:
